@@ -1,0 +1,34 @@
+"""The methods, one file each. A new one is a file here and a line in `METHODS`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bayesify.errors import SettingError
+from bayesify.methods.abnn import ABNN
+from bayesify.methods.method import Method
+
+METHODS: dict[str, type[Method]] = {"abnn": ABNN}
+
+__all__ = ["ABNN", "METHODS", "Method", "make_method"]
+
+
+def make_method(name: str, settings: Mapping[str, Any]) -> Method:
+    """A method from its name and settings, as files and the command line have them.
+
+    Raises:
+        SettingError: If there is no such method or setting.
+    """
+    if name not in METHODS:
+        raise SettingError(f"method {name!r} is not known. The methods are: {', '.join(METHODS)}.")
+    known = METHODS[name].__dataclass_fields__
+    unknown = [setting for setting in settings if setting not in known]
+    if unknown:
+        raise SettingError(
+            f"{name} has no setting {unknown[0]!r}. Its settings are: {', '.join(known)}."
+        )
+    return METHODS[name](**settings)
+
+
+def method_name(method: Method) -> str:
+    """The name under which a method is listed."""
+    return next(name for name, kind in METHODS.items() if kind is type(method))

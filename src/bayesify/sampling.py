@@ -1,0 +1,290 @@
+"""Running a network at many draws: private copies, vectorised, looped, chunked to a budget.
+
+`torch.func.functional_call` swaps tensors inside the module while it runs, so it never runs on the
+user's instance: every thread has a structural copy of its own, which shares the weights' storage.
+"""
+
+import copy
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from bayesify.batches import Inputs
+from bayesify.errors import BayesifyError, BayesifyWarning, DataError, UnsupportedNetworkError
+from bayesify.posterior import Draws
+from bayesify.sites import slots
+
+MEMORY_BUDGET = 1 << 30
+LARGEST_BATCH = 256
+# Measured on ResNet-20, 2 cores: beyond this batch a vectorised pass outgrows the cache and a loop
+# is faster, unless draws share a trunk that a loop would run again for each of them.
+VECTORISED_BATCH = 8
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def private_copy(network: ModuleT, *, share: bool = True) -> ModuleT:
+    """Copies a network's structure, in eval mode and without gradients.
+
+    Parameters stand on the original's storage, so that no weight is copied; buffers are copied, so
+    that a network which writes into them as it runs does not write into the original's.
+
+    Args:
+        network: The original. It is not changed and not run.
+        share: False copies the parameters too and leaves them trainable: an independent network.
+
+    Raises:
+        UnsupportedNetworkError: If the network cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in network.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedNetworkError(
+                "the network is a ScriptModule, whose tensors cannot be replaced. Convert the "
+                "Python module it was made from."
+            )
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                value = parameter.detach() if share else parameter.detach().clone()
+                trains = not share and parameter.is_floating_point()
+                memo[id(parameter)] = nn.Parameter(value, requires_grad=trains)
+        for tensor in _plain_tensors([vars(module), module._buffers]):
+            memo.setdefault(id(tensor), tensor.detach().clone())
+    try:
+        return copy.deepcopy(network, memo).eval()
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedNetworkError(
+            f"the network cannot be copied ({error}). Remove what cannot be copied from its "
+            f"attributes (locks, open files), or give the class a __deepcopy__."
+        ) from error
+
+
+class Replicas:
+    """One private copy of a network a thread, made when the thread first asks."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.slots = slots(network)
+        self._local = threading.local()
+
+    def get(self) -> nn.Module:
+        """This thread's copy."""
+        if not hasattr(self._local, "network"):
+            self._local.network = private_copy(self.network)
+        network: nn.Module = self._local.network
+        return network
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Replicas":
+        return Replicas(copy.deepcopy(self.network, memo))
+
+
+class Runner:
+    """Runs a network at draws.
+
+    Args:
+        network: A private copy, in eval mode; never run itself, only copies of it.
+        read: Turns what the network returns into one tensor `[B, ...]`.
+        shares_trunk: Whether layers stand before the first random one.
+        strategy: "vectorised", "looped", or "auto".
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        read: Callable[[Any], Tensor],
+        *,
+        shares_trunk: bool = False,
+        strategy: str = "auto",
+    ) -> None:
+        self.replicas = Replicas(network)
+        self.read = read
+        self.shares_trunk = shares_trunk
+        self.strategy = strategy
+        self._no_vmap: set[tuple[bool, bool]] = set()
+        self._bytes: dict[str, int] = {}
+
+    def plain(self, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
+        """Runs the network at one draw, `[B, ...]`.
+
+        Raises:
+            DataError: If the network cannot take these inputs.
+        """
+        try:
+            return self._call(self.replicas.get(), draw, inputs)
+        except (torch.OutOfMemoryError, BayesifyError):
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+            raise DataError(
+                f"the network cannot run on inputs {inputs.describe()}: {error}\n"
+                f"Check their shape, type and order against what the network was trained on."
+            ) from error
+
+    def outputs(
+        self, draws: Draws, inputs: Inputs, *, memory_budget: int | None = None
+    ) -> Iterator[Tensor]:
+        """Runs the network at all draws on the same inputs.
+
+        Yields:
+            Outputs of consecutive draws, stacked `[s, B, ...]`, as many at a time as memory allows.
+        """
+        count = _count(draws)
+        chunk = self.chunk(draws, inputs, count, memory_budget)
+        for start in range(0, count, chunk):
+            part = {name: value[start : start + chunk] for name, value in draws.items()}
+            if chunk == 1:
+                yield self.plain({n: v[0] for n, v in part.items()}, inputs).unsqueeze(0)
+            else:
+                yield self._vectorised(part, inputs, paired=False)
+
+    def paired(self, draws: Draws, groups: Inputs) -> Tensor:
+        """Runs draw g on group g of the inputs, `[G, b, ...]`, vectorised."""
+        return self._vectorised(draws, groups, paired=True)
+
+    def chunk(
+        self, draws: Draws, inputs: Inputs, count: int, memory_budget: int | None = None
+    ) -> int:
+        """How many draws run at once: 1 is a loop."""
+        vectorise = self.strategy == "vectorised" or (
+            self.strategy == "auto" and (self.shares_trunk or len(inputs) <= VECTORISED_BATCH)
+        )
+        if count == 1 or not vectorise or not self.can_vectorise(draws, inputs):
+            return 1
+        budget = MEMORY_BUDGET if memory_budget is None else memory_budget
+        needed = self.bytes_per_example(draws, inputs) * len(inputs)
+        return max(1, min(count, budget // max(1, needed)))
+
+    def batch_size(self, draws: Draws, inputs: Inputs, memory_budget: int | None = None) -> int:
+        """How many examples one draw can run on within the budget."""
+        budget = MEMORY_BUDGET if memory_budget is None else memory_budget
+        return max(1, min(LARGEST_BATCH, budget // self.bytes_per_example(draws, inputs)))
+
+    def bytes_per_example(self, draws: Draws, inputs: Inputs) -> int:
+        """Peak memory of one draw on one example, measured once for each shape of input."""
+        example = inputs[:1]
+        shape = example.describe()
+        if shape not in self._bytes:
+            with torch.no_grad(), PeakMemory() as memory:
+                self.plain({name: value[0] for name, value in draws.items()}, example)
+            # Convolutions and matrix products use scratch memory that no tensor holds.
+            self._bytes[shape] = max(1, 2 * memory.peak)
+        return self._bytes[shape]
+
+    def can_vectorise(self, draws: Draws, inputs: Inputs, *, paired: bool = False) -> bool:
+        """Whether the network has a vmap rule, found out by trying it once on two examples."""
+        situation = (paired, torch.is_autocast_enabled(_device_type(draws)))
+        if situation in self._no_vmap:
+            return False
+        example = inputs[: 2 if paired else 1]
+        if paired:
+            example = example.map_batched(lambda t: t.unsqueeze(1))
+        trial = {name: value[torch.arange(2) % len(value)] for name, value in draws.items()}
+        try:
+            with torch.no_grad():
+                self._vectorised(trial, example, paired=paired)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # If the plain network fails as well, the input is to blame and this raises.
+            self.plain({name: value[0] for name, value in draws.items()}, inputs[:1])
+            self._no_vmap.add(situation)
+            if self.strategy != "looped":
+                reason = str(error).strip().splitlines()[0][:200]
+                warnings.warn(
+                    f"{type(self.replicas.network).__name__} cannot be vectorised over "
+                    f"{'examples' if paired else 'draws'} ({reason}): draws run one after another, "
+                    f"with the same results.",
+                    BayesifyWarning,
+                    stacklevel=2,
+                )
+            return False
+        return True
+
+    def _vectorised(self, draws: Draws, inputs: Inputs, *, paired: bool) -> Tensor:
+        network = self.replicas.get()
+        if not paired:
+            return vmap(lambda draw: self._call(network, draw, inputs))(draws)
+        groups = _count(draws)
+        arguments = (inputs.args, inputs.kwargs)
+
+        def split(value: Any) -> int | None:
+            batched = isinstance(value, Tensor) and value.ndim > 0 and len(value) == groups
+            return 0 if batched else None
+
+        def run(draw: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            return self._call(network, draw, Inputs(args, kwargs))
+
+        dims = tuple(tree_map(split, argument) for argument in arguments)
+        return vmap(run, in_dims=(0, *dims))(draws, *arguments)
+
+    def _call(self, network: nn.Module, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
+        tensors = {place: value for name, value in draw.items() for place in self.slots[name]}
+        return self.read(
+            # Ties are resolved by slots(): torch's own way corrupts modules registered twice.
+            functional_call(network, tensors, inputs.args, inputs.kwargs, tie_weights=False)
+        )
+
+    @property
+    def slots(self) -> dict[str, tuple[str, ...]]:
+        """Every place in the network where a named tensor stands."""
+        return self.replicas.slots
+
+
+class PeakMemory(TorchDispatchMode):
+    """Measures the most memory that tensors made inside it hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._now = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(  # noqa: D105
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_iter(args) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in known and storage._cdata not in self._seen:
+                    self._hold(storage)
+        return result
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._seen.add(storage._cdata)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._release, storage._cdata, size)
+
+    def _release(self, cdata: int, size: int) -> None:
+        self._seen.discard(cdata)
+        self._now -= size
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors in a module's attributes, those in lists, tuples and dicts too."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _plain_tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _plain_tensors(item)
+
+
+def _count(draws: Mapping[str, Tensor]) -> int:
+    return len(next(iter(draws.values())))
+
+
+def _device_type(draws: Mapping[str, Tensor]) -> str:
+    return next(iter(draws.values())).device.type

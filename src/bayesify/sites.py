@@ -1,0 +1,285 @@
+"""Finding the tensors of a network that may become random, and naming them.
+
+A site is the scale of a normalisation layer, by the name its tensor has in the network. Layers are
+recognised by what they are called and by what they do, so no library that defines them is imported:
+a tensor is a layer's scale if setting it to minus the offset makes the output independent of the
+input. The offset is 0 for most layers and 1 for those that store gamma - 1 (Gemma's).
+"""
+
+import copy
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.errors import NothingToRandomiseError, SettingError, UnknownSiteError
+
+Where = str | Sequence[str] | int | Callable[[str], bool] | None
+
+_NORM = re.compile(r"norm|(bn|abn)(\d?d)?$", re.IGNORECASE)
+_TORCH_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor that can become random, with the tensors that go with it.
+
+    Args:
+        name: The tensor's name in the network, as in `network.named_parameters()`.
+        shape: Its shape: one random number an element.
+        kind: The class of the layer it belongs to.
+        offset: The layer scales by `offset + tensor`.
+        shifts: Names of the layer's shift tensors, not random but trainable.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    offset: float = 0.0
+    shifts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A normalisation layer that cannot be a site, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+def slots(network: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Maps each parameter's first name to every place it stands in the network.
+
+    A module registered twice is one place; one parameter used by two modules is two places.
+    """
+    places: dict[int, dict[tuple[int, str], str]] = {}
+    for prefix, module in network.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                places.setdefault(id(parameter), {}).setdefault((id(module), attribute), name)
+    groups = [tuple(found.values()) for found in places.values()]
+    return {group[0]: group for group in groups}
+
+
+def find_norms(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
+    """Finds the normalisation layers of a network, in the order they are registered.
+
+    The network is not run and not changed: each unknown layer is tried on a copy of its own.
+
+    Example:
+        >>> sites, skipped = find_norms(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
+        >>> sites
+        [Site(name='1.weight', shape=(3,), kind='LayerNorm', offset=0.0, shifts=('1.bias',))]
+    """
+    first_name = {place: group[0] for group in slots(network).values() for place in group}
+    sites: dict[str, Site] = {}
+    skipped = []
+    for prefix, layer in _norm_layers(network):
+        kind = type(layer).__name__
+        found = _scale(layer)
+        if isinstance(found, str):
+            skipped.append(Skipped(prefix, kind, found))
+            continue
+        attribute, offset = found
+        scale = getattr(layer, attribute)
+        prefix = f"{prefix}." if prefix else ""
+        shifts = tuple(
+            first_name[prefix + other]
+            for other, parameter in layer.named_parameters(recurse=False)
+            if other != attribute and parameter.shape == scale.shape
+        )
+        name = first_name[prefix + attribute]
+        if name in sites:  # one scale tensor that two layers share
+            known = sites[name]
+            sites[name] = replace(known, shifts=tuple(dict.fromkeys(known.shifts + shifts)))
+        else:
+            sites[name] = Site(name, tuple(scale.shape), kind, offset, shifts)
+    return list(sites.values()), skipped
+
+
+def select(sites: Sequence[Site], where: Where) -> list[Site]:
+    """Keeps the sites that `where` names.
+
+    Args:
+        sites: The candidates, in execution order.
+        where: A glob or globs over tensor names, the number of last sites, or a predicate on
+            the name; None keeps all.
+
+    Raises:
+        UnknownSiteError: If a pattern, or all of `where`, matches nothing.
+    """
+    names = [site.name for site in sites]
+    if where is None:
+        kept = set(names)
+    elif isinstance(where, bool) or (isinstance(where, int) and not 1 <= where <= len(names)):
+        raise UnknownSiteError(
+            f"where={where!r}: a number must be from 1 to {len(names)}, the number of sites. "
+            f"{_listing(names)}"
+        )
+    elif isinstance(where, int):
+        kept = set(names[-where:])
+    elif callable(where):
+        kept = {name for name in names if where(name)}
+    else:
+        patterns = [where] if isinstance(where, str) else list(where)
+        matches = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+        missed = [pattern for pattern, matched in matches.items() if not matched]
+        if missed:
+            raise UnknownSiteError(
+                f"where={where!r}: no site matches {', '.join(map(repr, missed))}. "
+                f"{_listing(names)}"
+            )
+        kept = {name for matched in matches.values() for name in matched}
+    if not kept:
+        raise UnknownSiteError(f"where={where!r} matches no site. {_listing(names)}")
+    return [site for site in sites if site.name in kept]
+
+
+def in_execution_order(
+    sites: Sequence[Site], network: nn.Module, run: Callable[[nn.Module], object]
+) -> list[Site]:
+    """Sorts sites by when their layer first runs.
+
+    Args:
+        sites: The sites of `network`.
+        network: A private copy: it is run, with hooks.
+        run: Runs the network on an example.
+    """
+    names = slots(network)
+    layers = {place.rpartition(".")[0] for site in sites for place in names[site.name]}
+    order: dict[str, int] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _module, _args, name=name: order.setdefault(name, len(order)) and None
+        )
+        for name, module in network.named_modules()
+        if name in layers
+    ]
+    try:
+        run(network)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    def first_run(site: Site) -> int:
+        return min(order.get(p.rpartition(".")[0], len(order)) for p in names[site.name])
+
+    return sorted(sites, key=first_run)
+
+
+def require_sites(sites: Sequence[Site], skipped: Sequence[Skipped], method: str) -> None:
+    """Raises if a network has no site at all."""
+    if sites:
+        return
+    why = ""
+    if skipped:
+        first = skipped[0]
+        why = f" ({len(skipped)} were skipped, the first: {first.name or 'the network'}, a "
+        why += f"{first.kind}: {first.reason})"
+    raise NothingToRandomiseError(
+        f"{method} makes normalisation layers random and this network has none with a learnable "
+        f"scale{why}. Use a method that makes other weights random (BayesAdapter, IBNN), or a "
+        f"network with BatchNorm, LayerNorm, GroupNorm, InstanceNorm or RMSNorm."
+    )
+
+
+def _norm_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in network.named_modules():
+        named_so = any(_NORM.search(parent.__name__) for parent in type(module).__mro__)
+        is_container = not module._parameters and any(True for _ in module.children())
+        if named_so and not is_container:
+            yield name, module
+
+
+def _scale(layer: nn.Module) -> tuple[str, float] | str:
+    """The attribute that holds a layer's scale and its offset, or why there is none."""
+    own = {
+        name: parameter
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.is_floating_point()
+    }
+    if not own:
+        return "no learnable scale"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own.values()):
+        return "not initialised yet: run the network once before converting it"
+    if type(layer).__module__.startswith("torch.nn.") and isinstance(layer, _TORCH_NORMS):
+        return "weight", 0.0
+    try:
+        trial = copy.deepcopy(layer).to("cpu", torch.float64).eval().requires_grad_(False)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"cannot be copied to be looked at ({error})"
+    for name in own:
+        for offset in (0.0, 1.0):
+            if _is_scale(trial, name, offset):
+                return name, offset
+    return "no tensor of it scales the normalised input"
+
+
+def _is_scale(layer: nn.Module, name: str, offset: float) -> bool:
+    scale = getattr(layer, name)
+    trained = scale.clone()
+
+    def responds(value: float, shape: tuple[int, ...]) -> bool | None:
+        scale.fill_(value)
+        return _depends_on_input(layer, shape)
+
+    try:
+        return any(
+            responds(-offset, shape) is False and responds(2 - offset, shape) is True
+            for shape in _input_shapes(trained)
+        )
+    finally:
+        scale.copy_(trained)
+
+
+def _depends_on_input(layer: nn.Module, shape: tuple[int, ...]) -> bool | None:
+    """Whether the layer's output changes with its input; None if it cannot take this shape."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = []
+    with warnings.catch_warnings():  # layers warn of shapes that are unusual for them
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            try:
+                outputs.append(layer(x))
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                return None
+    if not all(isinstance(y, Tensor) for y in outputs):
+        return None
+    return not torch.allclose(*outputs, rtol=1e-5, atol=1e-7)
+
+
+def _input_shapes(scale: Tensor) -> Iterable[tuple[int, ...]]:
+    """Inputs a layer with this scale might take: channels first, channels last, whole."""
+    yield 4, *scale.shape
+    channels = scale.numel()
+    yield from ((4, channels), (4, channels, 5), (4, channels, 3, 5), (4, channels, 2, 3, 5))
+    yield from ((4, 5, channels), (4, 3, 5, channels))
+
+
+def _listing(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:12])
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"The sites are: {shown}{more}."
+
+
+def check_where(where: Where) -> None:
+    """Raises if `where` is of none of the kinds that `select` takes."""
+    if where is None or isinstance(where, str | int) or callable(where):
+        return
+    if not isinstance(where, Iterable) or not all(isinstance(item, str) for item in where):
+        raise SettingError(
+            f"where={where!r} must be a glob, a list of globs, a number or a function of a name."
+        )
