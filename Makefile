@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
-PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL = -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
 
 # The first interpreter that runs and is new enough.
@@ -36,7 +36,7 @@ typecheck: lint ## Check types (after lint, which is quicker)
 
 wheel-check: $(CORE) ## Build the wheel, install it in a fresh environment and run the demo there
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(BIN)/python scripts/check_wheel.py dist .venv-wheel
 
 clean: ## Remove the virtual environments and everything built

@@ -35,7 +35,7 @@ def check_installed(wheel: Path, environment: Path) -> None:
     """Install the wheel in a new environment and use it from outside the source tree."""
     venv.create(environment, clear=True, with_pip=True)
     python = environment / "bin" / "python"
-    quiet = ["--quiet", "--disable-pip-version-check"]
+    quiet = ["-qq", "--disable-pip-version-check"]
     pip = [python, "-m", "pip", "install", *quiet, "-c", ROOT / "constraints.txt"]
     subprocess.run([*pip, wheel], check=True)
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
