@@ -32,7 +32,8 @@ _DAMAGED = (
 def read_arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Return every array of an .npz file; one that would need pickle is an error."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy leaves a damaged file open if it opens it itself.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (*_DAMAGED, AttributeError, TypeError) as error:
         raise CorruptFileError(
@@ -58,6 +59,8 @@ def read_npz(path: Path, part: str, normalise: Normalisation | None) -> Items:
             "rename one, or name a part, as in file.npz:train for x_train and y_train."
         )
     x = arrays[x_name]
+    if x.ndim == 0:
+        raise DataError(f"{path}: {x_name!r} is one number: the first axis must be the examples.")
     y = _labels(arrays[y_name], len(x), path) if y_name in arrays else None
     if len(x) == 0:
         raise DataError(f"{path}: {x_name!r} is empty: there must be at least one example.")

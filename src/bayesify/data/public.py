@@ -6,6 +6,8 @@ import os
 import re
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,17 @@ def _unzip(path: Path) -> dict[str, bytes]:
         raise CorruptFileError(f"{path} is no whole zip file ({error}): get it again.") from error
 
 
+@contextmanager
+def _layout_of(path: Path) -> Iterator[None]:
+    """Turn a file name that does not fit into an error that says so."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        raise CorruptFileError(
+            f"{path} has files of other names ({error}): get it again."
+        ) from error
+
+
 def read_cifar10(part: str, normalise: Normalisation | None, _size: int | None) -> Items:
     """Read the 50,000 training or 10,000 test images, in the official order."""
     labels = _labels(_find("cifar10", "labels.npz"), f"y_{part}")
@@ -136,27 +149,34 @@ def read_notmnist(_part: str, normalise: Normalisation | None, _size: int | None
 
 def read_imagenet(_part: str, normalise: Normalisation | None, size: int | None) -> Items:
     """Read 1,000 ImageNet images of 224x224, one a class; `classes` are WordNet ids."""
-    files = _unzip(_find("imagenet", "sample1000.zip"))
-    names = [Path(name).stem.split("_") for name in files]
-    labels = torch.tensor([int(number) for number, _ in names])
-    wnids = [wnid for _, wnid in names]
+    path = _find("imagenet", "sample1000.zip")
+    files = _unzip(path)
+    with _layout_of(path):
+        numbers, wnids = zip(*(Path(name).stem.split("_") for name in files), strict=True)
+        labels = torch.tensor([int(number) for number in numbers])
     return ImageFiles(list(files.values()), labels, normalise=normalise, size=size, classes=wnids)
 
 
 def read_faces(_part: str, normalise: Normalisation | None, _size: int | None) -> Items:
     """Read the AT&T faces: grey 92x112, 40 people, ten pictures each."""
-    files = _unzip(_find("faces", "att_faces.zip"))
+    path = _find("faces", "att_faces.zip")
+    files = _unzip(path)
+    with _layout_of(path):
+        people = [int(name.split("/")[0].removeprefix("s")) for name in files]
     pixels = [torch.from_numpy(np.array(open_image(file, "L"))) for file in files.values()]
-    people = [int(name.split("/")[0].removeprefix("s")) for name in files]
     classes = [f"s{person}" for person in sorted(set(people))]
     return Images(torch.stack(pixels), torch.tensor(people) - 1, normalise, classes)
 
 
 def read_camvid(part: str, normalise: Normalisation | None, _size: int | None) -> Items:
     """Read CamVid street scenes, 480x360, with label maps of 11 classes; 255 is no class."""
-    files = _unzip(_find("camvid", "camvid.zip"))
+    path = _find("camvid", "camvid.zip")
+    files = _unzip(path)
     frames = [name for name in files if name.startswith(f"{part}/")]
-    maps = [files[f"{part}annot/{Path(name).stem}.png"] for name in frames]
+    if not frames:
+        raise CorruptFileError(f"{path} has no frames of {part!r}: get it again.")
+    with _layout_of(path):
+        maps = [files[f"{part}annot/{Path(name).stem}.png"] for name in frames]
     images = [files[name] for name in frames]
     return ImageFiles(images, maps, normalise=normalise, classes=CAMVID_CLASSES, void=11)
 
