@@ -17,7 +17,7 @@ Augment = Callable[[Tensor], Tensor]
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
-    """Shifts each image by up to an eighth of its size, edges reflected, and mirrors half of them."""
+    """Shifts images by up to an eighth of their size, edges reflected, and mirrors half of them."""
     batch, _, height, width = images.shape
     pad_y, pad_x = max(1, height // 8), max(1, width // 8)
     padded = functional.pad(images, (pad_x, pad_x, pad_y, pad_y), mode="reflect")

@@ -1,8 +1,8 @@
 """What a batch is: inputs and target, as loaders and users hand them over.
 
-A network is called with positional and keyword arguments. A tensor is one argument, a tuple several,
-a dict (Hugging Face) keywords. A loader's tuple ends with its target; its dict has it under one of
-`TARGET_KEYS`.
+A network is called with positional and keyword arguments. A tensor is one argument, a tuple
+several, a dict (Hugging Face) keywords. A loader's tuple ends with its target; its dict has it
+under one of `TARGET_KEYS`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -87,7 +87,7 @@ class Inputs:
 
 
 def as_inputs(x: Any) -> Inputs:
-    """Reads what a user hands to `predict`: a tensor, a tuple of arguments or a dict of keywords."""
+    """Reads what a user hands over: a tensor, a tuple of arguments or a dict of keywords."""
     if isinstance(x, Inputs):
         return x
     if isinstance(x, Tensor):

@@ -1,7 +1,7 @@
 """What a network's output means: its loss, and what is averaged over draws to predict.
 
-A likelihood turns whatever the network returns into one tensor `[B, ...]` (`read`), scores it against
-a target (`loss`), and names the quantities of each draw whose averages make a prediction
+A likelihood turns whatever the network returns into one tensor `[B, ...]` (`read`), scores it
+against a target (`loss`), and names the quantities of each draw whose averages make a prediction
 (`statistics`). Stacked outputs of S draws are `[S, B, ...]`.
 """
 
@@ -54,8 +54,14 @@ class Likelihood(nn.Module, ABC):
         """
 
     @abstractmethod
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Negative log-likelihood of each example, `[B]`, for one draw's output `[B, ...]`."""
+    def loss(self, output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Negative log-likelihood of each example, `[B]`, for one draw's output `[B, ...]`.
+
+        Args:
+            output: One draw's output.
+            target: Targets in form.
+            weight: How much each class counts, `[C]`; only classification has classes.
+        """
 
     @abstractmethod
     def statistics(self, outputs: Tensor) -> Averages:
@@ -127,10 +133,10 @@ class Classification(Likelihood):
             )
         return target
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
         """Cross-entropy, averaged over an example's counted positions."""
         losses = functional.cross_entropy(
-            output.float(), target, reduction="none", ignore_index=self.ignore_index
+            output.float(), target, weight, reduction="none", ignore_index=self.ignore_index
         )
         return self._example_mean(losses, target)
 
@@ -184,7 +190,7 @@ class Binary(Classification):
 
 
 class Multilabel(Likelihood):
-    """C questions of yes or no at once: logits `[B, C, ...]`, targets of the same shape in {0, 1}."""
+    """C questions of yes or no at once: logits `[B, C, ...]`, targets like them in {0, 1}."""
 
     kind = "labels"
 
@@ -204,7 +210,12 @@ class Multilabel(Likelihood):
             raise DataError("labels out of range: multilabel targets must be 0 or 1.")
         return target.float()
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(
+        self,
+        output: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """Binary cross-entropy, averaged over labels."""
         losses = functional.binary_cross_entropy_with_logits(
             output.float(), target, reduction="none"
@@ -234,8 +245,9 @@ class Regression(Likelihood):
 
     Args:
         output: See `Likelihood`; may return a tuple of mean and log-variance.
-        heteroscedastic: The network itself says how noisy each value is: it returns a tuple of mean
-            and log-variance, or one tensor `[B, 2 D]` of both. Otherwise one noise level is learned.
+        heteroscedastic: The network itself says how noisy each value is: it returns a tuple of
+            mean and log-variance, or one tensor `[B, 2 D]` of both. Otherwise one noise level is
+            learned.
     """
 
     kind = "values"
@@ -287,7 +299,12 @@ class Regression(Likelihood):
             raise DataError("targets hold NaN or infinite numbers. Clean or drop these examples.")
         return target.reshape(mean.shape).to(torch.get_default_dtype())
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(
+        self,
+        output: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """Gaussian, averaged over an example's values."""
         mean, log_variance = output.float().unbind(1)
         return _gaussian_nll(mean, log_variance.exp(), target)
@@ -318,7 +335,9 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 }
 
 
-def as_likelihood(likelihood: str | Likelihood, settings: Mapping[str, Any] | None = None) -> Likelihood:
+def as_likelihood(
+    likelihood: str | Likelihood, settings: Mapping[str, Any] | None = None
+) -> Likelihood:
     """A likelihood by name, or as it is.
 
     Raises:

@@ -87,9 +87,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise SettingError(f"model must be a torch.nn.Module, and is a {type(model).__name__}.")
     if not isinstance(method, Method):
-        raise SettingError(
-            f"method must be an object such as ABNN(members=3), and is {method!r}."
-        )
+        raise SettingError(f"method must be an object such as ABNN(members=3), and is {method!r}.")
     check_where(where)
     candidates, skipped = method.find(model)
     if example is not None:

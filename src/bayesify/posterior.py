@@ -47,9 +47,7 @@ def normals(shapes: Mapping[str, Sequence[int]], *, seed: int, indices: Sequence
 def fresh_normals(shapes: Mapping[str, Sequence[int]], *, seed: int, count: int) -> Draws:
     """Standard normal noise for `count` training draws, from one generator."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()
-    }
+    return {name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()}
 
 
 class NamedTensors(nn.Module):
@@ -109,7 +107,7 @@ class Posterior(nn.Module, ABC):
         """What is stored, by name."""
 
     def draws(self, seed: int, indices: Sequence[int]) -> Draws:
-        """The draws `indices` of a seed, stacked: draw i is from component i modulo their number."""
+        """The draws `indices` of a seed, stacked; components take turns."""
         anchor = next(self.parameters())
         noise = normals(self.shapes(), seed=seed, indices=indices)
         moved = {name: value.to(anchor.device) for name, value in noise.items()}
@@ -121,8 +119,9 @@ class Posterior(nn.Module, ABC):
 class Members(Posterior):
     """A mixture of M members, each with scales of its own under multiplicative noise.
 
-    tensor = w_m + (offset + w_m) noise eps, which is gamma_m (1 + noise eps) for gamma = offset + w,
-    written so that without noise a draw is w_m bit for bit. Shifts are w_m without noise.
+    tensor = w_m + (offset + w_m) noise eps, which is gamma_m (1 + noise eps) for
+    gamma = offset + w, written so that without noise a draw is w_m bit for bit. Shifts are w_m
+    without noise.
 
     Args:
         sites: The random scales, and the shifts that go with them.

@@ -16,7 +16,8 @@ class Prediction:
     """Predictions for a batch, averaged over draws.
 
     Classification and multilabel: total uncertainty H(mean p) = aleatoric mean H(p) + epistemic,
-    in nats: the data's doubt and the model's own. Regression: variances, by the law of total variance.
+    in nats: the data's doubt and the model's own. Regression: variances, by the law of total
+    variance.
 
     Args:
         kind: "classes", "labels" (multilabel) or "values" (regression).

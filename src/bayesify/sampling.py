@@ -246,7 +246,7 @@ class PeakMemory(TorchDispatchMode):
         self._now = 0
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(  # noqa: D105
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         known = {t.untyped_storage()._cdata for t in tree_iter(args) if isinstance(t, Tensor)}

@@ -94,13 +94,13 @@ def find_norms(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
             continue
         attribute, offset = found
         scale = getattr(layer, attribute)
-        prefix = f"{prefix}." if prefix else ""
+        path = f"{prefix}." if prefix else ""
         shifts = tuple(
-            first_name[prefix + other]
+            first_name[path + other]
             for other, parameter in layer.named_parameters(recurse=False)
             if other != attribute and parameter.shape == scale.shape
         )
-        name = first_name[prefix + attribute]
+        name = first_name[path + attribute]
         if name in sites:  # one scale tensor that two layers share
             known = sites[name]
             sites[name] = replace(known, shifts=tuple(dict.fromkeys(known.shifts + shifts)))
@@ -247,7 +247,7 @@ def _is_scale(layer: nn.Module, name: str, offset: float) -> bool:
 def _depends_on_input(layer: nn.Module, shape: tuple[int, ...]) -> bool | None:
     """Whether the layer's output changes with its input; None if it cannot take this shape."""
     generator = torch.Generator().manual_seed(0)
-    outputs = []
+    outputs: list[Tensor] = []
     with warnings.catch_warnings():  # layers warn of shapes that are unusual for them
         warnings.simplefilter("ignore")
         for _ in range(2):
@@ -258,7 +258,7 @@ def _depends_on_input(layer: nn.Module, shape: tuple[int, ...]) -> bool | None:
                 return None
     if not all(isinstance(y, Tensor) for y in outputs):
         return None
-    return not torch.allclose(*outputs, rtol=1e-5, atol=1e-7)
+    return not torch.allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-7)
 
 
 def _input_shapes(scale: Tensor) -> Iterable[tuple[int, ...]]:

@@ -5,15 +5,16 @@ Pre-trained Models*, CVPR 2024 (https://arxiv.org/abs/2312.15297).
 
 A normalisation layer gets Gaussian noise on its scale, one number a channel:
 
-$$BNL(h) = \gamma (1 + \alpha \epsilon) \frac{h - \mu}{\sigma} + \beta, \quad \epsilon \sim N(0, 1)$$
+$$BNL(h) = \gamma (1 + \alpha \epsilon) (h - \mu) / \sigma + \beta, \quad \epsilon \sim N(0, 1)$$
 
 M members start from one checkpoint. Only $\gamma$ and $\beta$ train, by
 
-$$\frac{1}{n} \sum_i (1 + \eta_{m, y_i}) (-\log p(y_i | x_i, \gamma_m, \beta_m, \epsilon_i)) + \lambda ||\gamma_m, \beta_m||^2$$
+$$-\frac{1}{n} \sum_i (1 + \eta_{m, y_i}) \log p(y_i | x_i, \gamma_m, \beta_m, \epsilon_i)
++ \frac{\lambda}{2} ||\gamma_m, \beta_m||^2$$
 
-with a fresh $\epsilon$ for every example. $\eta$ is drawn once a member: it favours $\lfloor \sqrt C
-\rfloor$ classes, so that members come to differ. A prediction is the mean probability over all
-members' draws. The layers' statistics stay as they are in the checkpoint.
+with a fresh $\epsilon$ for every example. $\eta$ is drawn once a member: it favours
+$\lfloor \sqrt C \rfloor$ classes, so that members come to differ. A prediction is the mean
+probability over all members' draws. The layers' statistics stay as they are in the checkpoint.
 """
 
 import math

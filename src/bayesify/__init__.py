@@ -1,0 +1,50 @@
+"""bayesify makes a trained PyTorch network Bayesian, without retraining it."""
+
+from bayesify.errors import (
+    BayesifyError,
+    BayesifyWarning,
+    CorruptFileError,
+    DataError,
+    MissingExtraError,
+    NonFiniteError,
+    NothingToRandomiseError,
+    SettingError,
+    UnknownSiteError,
+    UnsupportedNetworkError,
+    WrongNetworkError,
+)
+from bayesify.io import load
+from bayesify.likelihood import Binary, Classification, Likelihood, Multilabel, Regression
+from bayesify.methods import ABNN, Method
+from bayesify.model import BayesianModel, convert
+from bayesify.plan import Plan, plan
+from bayesify.prediction import Prediction
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ABNN",
+    "BayesianModel",
+    "BayesifyError",
+    "BayesifyWarning",
+    "Binary",
+    "Classification",
+    "CorruptFileError",
+    "DataError",
+    "Likelihood",
+    "Method",
+    "MissingExtraError",
+    "Multilabel",
+    "NonFiniteError",
+    "NothingToRandomiseError",
+    "Plan",
+    "Prediction",
+    "Regression",
+    "SettingError",
+    "UnknownSiteError",
+    "UnsupportedNetworkError",
+    "WrongNetworkError",
+    "convert",
+    "load",
+    "plan",
+]

@@ -1,0 +1,144 @@
+"""calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesify.batches import Inputs
+from bayesify.validation import collect
+
+if TYPE_CHECKING:
+    from bayesify.likelihood import Likelihood
+    from bayesify.model import BayesianModel
+
+MOST_EXAMPLES = 5000
+SEARCH_EXAMPLES = 1000
+LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
+POSITIONS = 1024  # of a dense output, that count
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` chose.
+
+    Args:
+        noise: The factor on the posterior's standard deviation.
+        temperature: What each draw's logits are divided by.
+        nll: Held-out negative log-likelihood with both.
+        evaluations: How many strengths of noise were tried.
+    """
+
+    noise: float
+    temperature: float
+    nll: float
+    evaluations: int
+
+
+@dataclass(frozen=True)
+class _Trial:
+    noise: float
+    temperature: float
+    nll: float
+
+
+class Search:
+    """Finds the noise with the lowest NLL, each at its own best temperature.
+
+    All strengths of noise share their random numbers, so that NLL is a smooth function of the
+    noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
+    through the lowest three. The search sees a part of the data; the choice between its result and
+    no noise at all sees everything.
+    """
+
+    def __init__(
+        self, model: "BayesianModel", loader: Iterable[Any], draws: int, seed: int
+    ) -> None:
+        self.model = model
+        self.batches = collect(loader, seed, most=MOST_EXAMPLES).batches
+        self.draws = draws
+        self.seed = seed
+        self.evaluations = 0
+
+    def run(self) -> Calibration:
+        """Searches; the model is left with the noise it had."""
+        before = self.model.noise
+        try:
+            best = min(
+                (self._try(noise, everything=True) for noise in (0.0, self._search(before))),
+                key=lambda trial: trial.nll,
+            )
+        finally:
+            self.model.noise = before
+        return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
+
+    def _search(self, start: float) -> float:
+        start = start or self.model.method.noise or 0.1
+        trials = {0: self._try(start)}
+        for direction in (1, -1):
+            position = 0
+            while abs(position) < 6:
+                position += direction
+                trials[position] = self._try(start * 2 ** (position / 2))
+                if trials[position].nll >= trials[position - direction].nll:
+                    break
+            if position != 1:
+                break  # larger noise was better than the start: no need to look below it
+        lowest = min(trials, key=lambda position: trials[position].nll)
+        if lowest - 1 not in trials or lowest + 1 not in trials:
+            return trials[lowest].noise
+        left, middle, right = (trials[lowest + step].nll for step in (-1, 0, 1))
+        vertex = lowest + 0.5 * (left - right) / max(left - 2 * middle + right, 1e-12)
+        return float(start * 2 ** (max(lowest - 1.0, min(lowest + 1.0, vertex)) / 2))
+
+    @torch.no_grad()
+    def _try(self, noise: float, *, everything: bool = False) -> _Trial:
+        self.evaluations += 1
+        self.model.noise = noise
+        # Without noise a component's draws are all alike.
+        draws = self.model.method.components if noise == 0 else self.draws
+        outputs, targets = [], []
+        seen = kept = 0
+        for inputs, target in self.batches:
+            output, wanted = self._outputs(inputs, target, draws)
+            outputs.append(output)
+            targets.append(wanted)
+            seen += len(inputs)
+            kept += output.numel()
+            if kept > LARGEST_OUTPUT or (not everything and seen >= SEARCH_EXAMPLES):
+                break
+        temperature, nll = best_temperature(
+            self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets)
+        )
+        return _Trial(noise, temperature, nll)
+
+    def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
+        model = self.model
+        inputs = inputs.to(model.device)
+        outputs = torch.cat(list(model.outputs(inputs, draws=draws, seed=self.seed)))
+        wanted = model.likelihood.target(target, outputs[0])
+        if model.likelihood.kind == "classes" and outputs.ndim > 3:
+            outputs, wanted = outputs.flatten(3), wanted.flatten(1)
+            step = math.ceil(outputs.shape[3] / POSITIONS)
+            outputs, wanted = outputs[..., ::step], wanted[:, ::step]
+        return outputs, wanted
+
+
+def best_temperature(
+    likelihood: "Likelihood", outputs: Tensor, target: Tensor
+) -> tuple[float, float]:
+    """The temperature with the lowest NLL for stacked outputs, and that NLL."""
+    from scipy.optimize import minimize_scalar
+
+    def nll(log_temperature: float) -> float:
+        tempered = likelihood.temper(outputs, math.exp(log_temperature))
+        averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
+        return likelihood.nll(averages, target).mean().item()
+
+    found = minimize_scalar(nll, bounds=(math.log(0.02), math.log(50)), method="bounded")
+    if nll(0.0) <= found.fun:
+        return 1.0, nll(0.0)
+    return math.exp(found.x), float(found.fun)

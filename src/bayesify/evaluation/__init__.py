@@ -1,0 +1,1 @@
+"""How far a network can be trusted."""

@@ -1,0 +1,133 @@
+"""evaluate: what a Bayesian network is worth on a test set, in one object."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesify.batches import labelled
+from bayesify.errors import SettingError
+from bayesify.evaluation.metrics import aupr, auroc, brier, calibration_error, fpr95
+from bayesify.prediction import Prediction
+
+if TYPE_CHECKING:
+    from bayesify.model import BayesianModel
+
+SCORES = ("uncertainty", "aleatoric", "epistemic", "confidence")
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How well a score tells other data from the test set's."""
+
+    auroc: float
+    aupr: float
+    fpr95: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Measures on a test set; those that a likelihood does not have are None."""
+
+    examples: int
+    nll: float
+    accuracy: float | None = None
+    ece: float | None = None
+    brier: float | None = None
+    rmse: float | None = None
+    ood: Mapping[str, Detection] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        lines = [f"{'examples':<12}{self.examples}"]
+        for name in ("accuracy", "nll", "ece", "brier", "rmse"):
+            if (value := getattr(self, name)) is not None:
+                lines.append(f"{name:<12}{value:.4f}")
+        for name, found in self.ood.items():
+            lines.append(
+                f"{name:<12}AUROC {found.auroc:.4f}  AUPR {found.aupr:.4f}  FPR95 {found.fpr95:.4f}"
+            )
+        return "\n".join(lines)
+
+
+def evaluate(
+    model: "BayesianModel",
+    loader: Iterable[Any],
+    *,
+    ood: Mapping[str, Iterable[Any]] | None = None,
+    draws: int | None = None,
+    seed: int = 0,
+    score: str = "uncertainty",
+) -> Report:
+    """Measures a Bayesian network; see `BayesianModel.evaluate`."""
+    if score not in SCORES:
+        raise SettingError(f"score={score!r} must be one of {', '.join(SCORES)}.")
+    columns: dict[str, list[Tensor]] = {}
+    examples = 0
+    for inputs, target in labelled(loader):
+        prediction = model.predict(inputs, draws=draws, seed=seed)
+        examples += len(prediction)
+        for name, value in measure(model, prediction, target).items():
+            columns.setdefault(name, []).append(value.cpu())
+        columns.setdefault("score", []).append(scored(prediction, score))
+    whole = {name: torch.cat(values) for name, values in columns.items()}
+    found = {}
+    for name, other in (ood or {}).items():
+        outside = scored(model.predict(other, draws=draws, seed=seed), score)
+        inside = whole["score"]
+        found[name] = Detection(
+            auroc(inside, outside), aupr(inside, outside), fpr95(inside, outside)
+        )
+    return summarise(whole, examples, found)
+
+
+def measure(model: "BayesianModel", prediction: Prediction, target: Any) -> dict[str, Tensor]:
+    """What one batch adds to the measures: numbers an example, or a pixel."""
+    likelihood = model.likelihood
+    averages = prediction.averages
+    if likelihood.kind == "values":
+        target = likelihood.target(target, averages["mean"].unsqueeze(1))
+        error = (prediction.mean - target).square().flatten()
+        return {"nll": likelihood.nll(averages, target), "square": error}
+    target = likelihood.target(target, prediction.probs)
+    nll = likelihood.nll(averages, target)
+    correct = prediction.label == target
+    if likelihood.kind == "labels":
+        gap = (prediction.probs - target).square()
+        counted = torch.ones_like(correct)
+    else:
+        counted = target != getattr(likelihood, "ignore_index", -100)
+        gap = brier(prediction.probs, torch.where(counted, target, 0))
+    return {
+        "nll": nll,
+        "correct": correct[counted],
+        "confidence": prediction.confidence[counted],
+        "brier": gap[counted],
+    }
+
+
+def summarise(columns: Mapping[str, Tensor], examples: int, ood: Mapping[str, Detection]) -> Report:
+    """Averages what `measure` collected."""
+    nll = columns["nll"].double().mean().item()
+    if "square" in columns:
+        return Report(examples, nll, rmse=columns["square"].mean().sqrt().item(), ood=ood)
+    return Report(
+        examples,
+        nll,
+        accuracy=columns["correct"].double().mean().item(),
+        ece=calibration_error(columns["confidence"], columns["correct"]),
+        brier=columns["brier"].double().mean().item(),
+        ood=ood,
+    )
+
+
+def scored(prediction: Prediction, score: str) -> Tensor:
+    """The score by which data are told apart: higher is stranger."""
+    value: Tensor = getattr(prediction, score)
+    value = value.flatten().cpu()
+    return -value if score == "confidence" else value

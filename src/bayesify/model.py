@@ -1,0 +1,448 @@
+"""BayesianModel: what ties network, posterior and likelihood together."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.augmentation import Augment
+from bayesify.batches import Inputs, as_inputs, split_batch
+from bayesify.calibration import Calibration, Search
+from bayesify.errors import DataError, NonFiniteError, SettingError, WrongNetworkError
+from bayesify.files import fingerprint
+from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
+from bayesify.methods import Method
+from bayesify.plan import plan
+from bayesify.prediction import Prediction
+from bayesify.sampling import Runner, private_copy
+from bayesify.sites import Site, Where
+from bayesify.training import Fit, FitResult
+
+if TYPE_CHECKING:
+    from bayesify.evaluation.report import Report
+
+STRATEGIES = ("auto", "vectorised", "looped")
+
+
+def convert(
+    model: nn.Module,
+    method: Method | None = None,
+    *,
+    likelihood: str | Likelihood = "classification",
+    where: Where = None,
+    example: Any = None,
+) -> "BayesianModel":
+    """Makes a trained network Bayesian. The network itself is left as it is.
+
+    Args:
+        model: A trained network of any architecture.
+        method: What becomes random and how; `ABNN()` by default.
+        likelihood: "classification", "binary", "multilabel", "regression", or a `Likelihood`.
+        where: Which sites: a glob or globs over tensor names, the number of last sites, or a
+            predicate on the name; all by default.
+        example: Inputs by which the execution order of the sites is learned, for `where=k`.
+
+    Raises:
+        NothingToRandomiseError: If the network has nothing the method could make random.
+        UnknownSiteError: If `where` matches nothing.
+        UnsupportedNetworkError: If the network cannot be copied.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        >>> bnn = convert(network, ABNN(noise=0.2))
+        >>> bnn.predict(torch.zeros(5, 4)).probs.shape
+        torch.Size([5, 3])
+    """
+    planned = plan(model, method, where=where, example=example)
+    return BayesianModel(
+        private_copy(model),
+        planned.method,
+        planned.sites,
+        copy.deepcopy(as_likelihood(likelihood)),
+        shares_trunk=planned.sites[0].name != planned.candidates[0],
+    )
+
+
+class BayesianModel(nn.Module):
+    """A network plus a distribution over some of its tensors. Made by `convert` or `load`.
+
+    Its parameters are the posterior's (and the likelihood's noise level); the network is a private
+    copy in eval mode, which nothing that is done to this object changes in the original.
+
+    Args:
+        network: A private copy of the network.
+        method: The method.
+        sites: What is random.
+        likelihood: What the output means.
+        shares_trunk: Whether layers stand before the first random one.
+    """
+
+    network: nn.Module
+
+    def __init__(
+        self,
+        network: nn.Module,
+        method: Method,
+        sites: Sequence[Site],
+        likelihood: Likelihood,
+        *,
+        shares_trunk: bool = False,
+    ) -> None:
+        super().__init__()
+        # Not a submodule: its tensors are neither parameters nor state of this module.
+        object.__setattr__(self, "network", network)
+        self.method = method
+        self.sites = tuple(sites)
+        self.likelihood = likelihood
+        anchor = dict(network.named_parameters())
+        self.posterior = method.posterior(sites, anchor)
+        if isinstance(likelihood, Regression):
+            likelihood.to(anchor[sites[0].name])
+        self.temperature = 1.0
+        self._shares_trunk = shares_trunk
+        self._fingerprint: str | None = None
+        self._network_changed()
+
+    # What it is
+
+    @property
+    def noise(self) -> float:
+        """The factor on the posterior's standard deviation."""
+        return self.posterior.noise
+
+    @noise.setter
+    def noise(self, value: float) -> None:
+        if not 0 <= value < float("inf"):
+            raise SettingError(f"noise={value!r} must be a finite number, 0 or more.")
+        self.posterior.noise = float(value)
+
+    @property
+    def strategy(self) -> str:
+        """How draws run: "auto", "vectorised" or "looped". All give the same to rounding."""
+        return self.runner.strategy
+
+    @strategy.setter
+    def strategy(self, value: str) -> None:
+        if value not in STRATEGIES:
+            raise SettingError(f"strategy={value!r} must be one of {', '.join(STRATEGIES)}.")
+        self.runner.strategy = value
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next(self.posterior.parameters()).device
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """All that `fit` trains, by name."""
+        return dict(self.named_parameters())
+
+    def fingerprint(self) -> str:
+        """A hash of the network's weights, as they were when it was converted."""
+        if self._fingerprint is None:
+            self._require_unchanged()
+            self._fingerprint = fingerprint(self.network)
+        return self._fingerprint
+
+    def extra_repr(self) -> str:
+        """Method, noise and temperature."""
+        network = type(self.network).__name__
+        return (
+            f"{network}, {len(self.sites)} random tensors, {self.method}, noise={self.noise:g}, "
+            f"temperature={self.temperature:g}"
+        )
+
+    # What it does
+
+    def forward(self, x: Any, *, draws: int | None = None, seed: int = 0) -> Tensor:
+        """The predictive log-probabilities, or mean, differentiable in inputs and parameters."""
+        inputs = as_inputs(x).to(self.device)
+        outputs = torch.cat(list(self.outputs(inputs, draws=draws, seed=seed)))
+        return self.likelihood.predictive(self.likelihood.temper(outputs, self.temperature))
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int = 1,
+        validation: Iterable[Any] | None = None,
+        augment: str | Augment | None = None,
+        ood: Iterable[Any] | None = None,
+        num_examples: int | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_seconds: float = 60.0,
+        seed: int = 0,
+        progress: bool = True,
+        precision: str | None = None,
+        groups: int | None = None,
+        validations: int = 4,
+    ) -> FitResult:
+        """Trains the posterior's own parameters and keeps the best state by held-out likelihood.
+
+        Ends no worse there than the untrained posterior and than the network itself. Running
+        statistics of the network stay as they are in the checkpoint.
+
+        Args:
+            loader: Batches of inputs and target, or dicts.
+            epochs: Passes over the data; every member sees every example in each.
+            validation: Held-out data. Without it, a tenth of the training data is held out and,
+                if it is images, judged under strong augmentation.
+            augment: "crop-flip", "strong", or a function of a batch of inputs.
+            ood: Data of other kinds, for methods that train on them.
+            num_examples: Length of an epoch, for loaders that do not know it.
+            checkpoint: File to write progress into, and to continue from if it is there.
+            checkpoint_seconds: How often it is written, besides at each validation.
+            seed: Decides order, augmentation and noise: one seed, one result.
+            progress: Shows a progress bar.
+            precision: "bf16" or "fp16" runs the network in mixed precision.
+            groups: Draws a batch; None gives every example a draw of its own, if vmap allows.
+            validations: How often held-out data is looked at.
+
+        Raises:
+            DataError: If the data cannot be used.
+            NonFiniteError: If the loss stops being finite; the best state so far is kept.
+        """
+        if ood is not None:
+            raise SettingError(
+                f"{type(self.method).__name__} does not train on OOD data: drop ood=."
+            )
+        self._require_unchanged()
+        return Fit(
+            self,
+            loader,
+            epochs=epochs,
+            validation=validation,
+            augment=augment,
+            num_examples=num_examples,
+            checkpoint=checkpoint,
+            checkpoint_seconds=checkpoint_seconds,
+            seed=seed,
+            progress=progress,
+            precision=precision,
+            groups=groups,
+            validations=validations,
+        ).run()
+
+    def calibrate(
+        self, loader: Iterable[Any], *, draws: int | None = None, seed: int = 0
+    ) -> Calibration:
+        """Chooses noise and temperature by held-out likelihood, and sets them.
+
+        Args:
+            loader: Data that neither network nor `fit` has seen; the first 5,000 examples count.
+            draws: Draws of a prediction; should be what will be used later.
+            seed: Seed of the draws.
+        """
+        chosen = Search(self, loader, self._draws(draws), seed).run()
+        self.noise, self.temperature = chosen.noise, chosen.temperature
+        return chosen
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        draws: int | None = None,
+        seed: int = 0,
+        keep_draws: bool = False,
+        batch_size: int | None = None,
+        memory_budget: int | None = None,
+    ) -> Prediction:
+        """Predicts, with the doubt split into the data's and the model's own.
+
+        Args:
+            x: A tensor, a tuple of arguments, a dict of keywords, or a loader of these, whose
+                tuples end with a target that is not looked at.
+            draws: How many draws to average; the method's default otherwise.
+            seed: Which draws: the same seed gives the same functions, for all inputs.
+            keep_draws: Keeps each draw's probabilities or means.
+            batch_size: Examples that run at once; by default what memory allows, at most 256.
+            memory_budget: Bytes that running may take beyond the network; 1 GiB by default.
+
+        Raises:
+            DataError: If the inputs are empty, not finite, or of a shape the network cannot take.
+            NonFiniteError: If the network gives NaN.
+        """
+        self._require_unchanged()
+        count = self._draws(draws)
+        if batch_size is not None and batch_size < 1:
+            raise SettingError(f"batch_size={batch_size} must be 1 or more.")
+        with torch.no_grad():
+            drawn = self.posterior.draws(seed, range(count))
+
+            def parts(inputs: Inputs) -> Iterator[Prediction]:
+                inputs.require_finite()
+                size = batch_size or self.runner.batch_size(
+                    drawn, inputs[:1].to(self.device), memory_budget
+                )
+                for part in inputs.split(size):
+                    outputs = self.runner.outputs(
+                        drawn, part.to(self.device), memory_budget=memory_budget
+                    )
+                    yield self._summarise(outputs, count, keep_draws)
+
+            if isinstance(x, Tensor | dict | tuple | list | Inputs) or not isinstance(x, Iterable):
+                return Prediction.cat(list(parts(as_inputs(x))))
+            predictions = [p.to("cpu") for batch in x for p in parts(split_batch(batch)[0])]
+        if not predictions:
+            raise DataError("the loader is empty: it yields no batch to predict.")
+        return Prediction.cat(predictions)
+
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        *,
+        ood: dict[str, Iterable[Any]] | None = None,
+        draws: int | None = None,
+        seed: int = 0,
+        score: str = "uncertainty",
+    ) -> "Report":
+        """Measures accuracy and calibration, and how well other data is told apart.
+
+        Args:
+            loader: Test data.
+            ood: Data of other kinds, by name.
+            draws: Draws of a prediction.
+            seed: Seed of the draws.
+            score: What tells them apart: "uncertainty" (total), "aleatoric", "epistemic" or
+                "confidence".
+        """
+        from bayesify.evaluation.report import evaluate
+
+        return evaluate(self, loader, ood=ood, draws=draws, seed=seed, score=score)
+
+    def sample(self, seed: int = 0, index: int = 0) -> nn.Module:
+        """An ordinary network of its own, in eval mode, with one draw baked in."""
+        self._require_unchanged()
+        network = private_copy(self.network, share=False)
+        with torch.no_grad():
+            for name, value in self.posterior.draws(seed, [index]).items():
+                for place in self.runner.slots[name]:
+                    network.get_parameter(place).copy_(value[0])
+        return network
+
+    def save(self, path: str | Path) -> None:
+        """Writes the posterior and its settings into a folder, atomically. See `bayesify.load`."""
+        from bayesify.io import save
+
+        save(self, path)
+
+    # What fit, calibrate and evaluate are made of
+
+    def outputs(
+        self, inputs: Inputs, *, draws: int | None = None, seed: int = 0
+    ) -> Iterator[Tensor]:
+        """Outputs of consecutive draws, stacked, before the temperature."""
+        drawn = self.posterior.draws(seed, range(self._draws(draws)))
+        return self.runner.outputs(drawn, inputs)
+
+    def judge(
+        self, batches: Iterable[tuple[Inputs, Any]], *, draws: int, seed: int
+    ) -> tuple[float, float | None]:
+        """Mean NLL of labelled batches and, for classes, accuracy."""
+        losses, hits = [], []
+        with torch.no_grad():
+            for inputs, target in batches:
+                outputs = self.outputs(inputs.to(self.device), draws=draws, seed=seed)
+                first = next(outputs)
+                wanted = self.likelihood.target(target, first[0])
+                prediction = self._summarise(_chain(first, outputs), draws, keep_draws=False)
+                losses.append(self.likelihood.nll(prediction.averages, wanted))
+                if self.likelihood.kind == "classes":
+                    hits.append((prediction.label == wanted).float().flatten())
+        accuracy = torch.cat(hits).mean().item() if hits else None
+        return torch.cat(losses).mean().item(), accuracy
+
+    def estimate_noise(self, batches: Iterable[tuple[Inputs, Any]]) -> None:
+        """Sets a regression's noise level to the network's own error, where it is to be learned."""
+        level = getattr(self.likelihood, "log_variance", None)
+        if level is None or level.item() != 0:
+            return
+        noise, self.noise = self.noise, 0.0
+        squares = []
+        with torch.no_grad():
+            for inputs, target in batches:
+                output = next(self.outputs(inputs.to(self.device), draws=self.method.components))
+                wanted = self.likelihood.target(target, output[0])
+                squares.append((output[0][:, 0] - wanted).square().flatten())
+            level.copy_(torch.cat(squares).mean().clamp_min(1e-12).log())
+        self.noise = noise
+
+    # The private network
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BayesianModel":
+        self.fingerprint()  # of the weights as they came, before they are moved or cast
+        super()._apply(fn, recurse)
+        self.network._apply(fn)
+        self._network_changed()
+        return self
+
+    def train(self, mode: bool = True) -> "BayesianModel":
+        """Nothing here behaves otherwise in training: the network stays in eval mode."""
+        self.training = mode
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BayesianModel":
+        other = BayesianModel(
+            private_copy(self.network),
+            self.method,
+            self.sites,
+            copy.deepcopy(self.likelihood, memo),
+            shares_trunk=self._shares_trunk,
+        )
+        other.load_state_dict(self.state_dict())
+        other.noise, other.temperature = self.noise, self.temperature
+        other.strategy, other._fingerprint = self.strategy, self._fingerprint
+        return other
+
+    def _network_changed(self) -> None:
+        strategy = self.strategy if hasattr(self, "runner") else "auto"
+        self.runner = Runner(
+            self.network, self.likelihood.read, shares_trunk=self._shares_trunk, strategy=strategy
+        )
+        self._versions = self._weight_versions()
+
+    def _weight_versions(self) -> int:
+        return sum(p._version for p in self.network.parameters() if not p.is_inference())
+
+    def _require_unchanged(self) -> None:
+        if self._weight_versions() != self._versions:
+            raise WrongNetworkError(
+                "the original network's weights were changed in place after it was converted, and "
+                "bayesify shares them. Convert it again, or convert copy.deepcopy(model) if you go "
+                "on training it."
+            )
+
+    def _draws(self, draws: int | None) -> int:
+        return self.method.draws if draws is None else self.method.check_draws(draws)
+
+    def _summarise(self, outputs: Iterable[Tensor], count: int, keep_draws: bool) -> Prediction:
+        """Averages statistics over draws as they come."""
+        sums: Averages = {}
+        kept = []
+        for output in outputs:
+            tempered = self.likelihood.temper(output, self.temperature)
+            statistics = self.likelihood.statistics(tempered)
+            for name, value in statistics.items():
+                total = value.sum(0) / count
+                sums[name] = sums[name] + total if name in sums else total
+            if keep_draws:
+                kept.append(next(iter(statistics.values())))
+        bad = (
+            torch.isnan(sums["aleatoric"]).flatten(1)
+            if sums["aleatoric"].ndim > 1
+            else torch.isnan(sums["aleatoric"])[:, None]
+        )
+        if bad.any():
+            row = int(bad.any(1).nonzero()[0])
+            raise NonFiniteError(
+                f"the network gives NaN for {int(bad.any(1).sum())} of {len(bad)} examples, the "
+                f"first at position {row} of its batch. Try less noise, or full precision."
+            )
+        return Prediction(self.likelihood.kind, sums, torch.cat(kept) if kept else None)
+
+
+def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
+    yield first
+    yield from rest
