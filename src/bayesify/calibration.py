@@ -19,6 +19,7 @@ MOST_EXAMPLES = 5000
 SEARCH_EXAMPLES = 1000
 LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
 POSITIONS = 1024  # of a dense output, that count
+TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,12 @@ class Search:
 def best_temperature(
     likelihood: "Likelihood", outputs: Tensor, target: Tensor
 ) -> tuple[float, float]:
-    """The temperature with the lowest NLL for stacked outputs, and that NLL."""
+    """The temperature with the lowest NLL for stacked outputs, and that NLL.
+
+    A prior log T ~ N(0, 0.5^2) counts as much as a few examples do. Without it, a small set on
+    which some draw is always right asks for T near 0: every draw becomes a vote that knows no
+    doubt, and the first unanimous mistake on other data costs an infinite NLL.
+    """
     from scipy.optimize import minimize_scalar
 
     def nll(log_temperature: float) -> float:
@@ -138,7 +144,10 @@ def best_temperature(
         averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
         return likelihood.nll(averages, target).mean().item()
 
-    found = minimize_scalar(nll, bounds=(math.log(0.02), math.log(50)), method="bounded")
+    def penalised(log_temperature: float) -> float:
+        return nll(log_temperature) + (log_temperature / TEMPERATURE_SPREAD) ** 2 / 2 / len(target)
+
+    found = minimize_scalar(penalised, bounds=(math.log(0.02), math.log(50)), method="bounded")
     if nll(0.0) <= found.fun:
         return 1.0, nll(0.0)
-    return math.exp(found.x), float(found.fun)
+    return math.exp(found.x), nll(found.x)
