@@ -23,13 +23,27 @@ LARGEST_JSON = 64 << 20
 LARGEST_HEADER = 64 << 20
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any = None) -> None:
     """Writes tensors, and anything that JSON can hold, into one safetensors file, atomically."""
     from safetensors.torch import save
 
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     header = None if metadata is None else {"bayesify": json.dumps(metadata)}
-    _write(path, save(whole, header))
+    write_bytes(path, save(whole, header))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
@@ -64,7 +78,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON, atomically."""
-    _write(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
@@ -146,16 +160,3 @@ def fingerprint(network: nn.Module) -> str:
 
 def _set_aside(path: Path) -> Path:
     return path.parent / f".{path.name}.replaced"
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    try:
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
