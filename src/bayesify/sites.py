@@ -160,10 +160,15 @@ def in_execution_order(
     names = slots(network)
     layers = {place.rpartition(".")[0] for site in sites for place in names[site.name]}
     order: dict[str, int] = {}
+
+    def note(name: str) -> Callable[[nn.Module, object], None]:
+        def hook(_module: nn.Module, _args: object) -> None:
+            order.setdefault(name, len(order))
+
+        return hook
+
     handles = [
-        module.register_forward_pre_hook(
-            lambda _module, _args, name=name: order.setdefault(name, len(order)) and None
-        )
+        module.register_forward_pre_hook(note(name))
         for name, module in network.named_modules()
         if name in layers
     ]

@@ -1,0 +1,71 @@
+"""More than thirty real architectures convert, run vectorised as looped, and come back from disk."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, Architecture
+
+import bayesify
+from bayesify import ABNN, BayesifyWarning
+from bayesify.batches import as_inputs
+
+
+def test_there_are_more_than_thirty() -> None:
+    assert len(ARCHITECTURES) >= 30
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_architecture(
+    architecture: Architecture, tmp_path: Path, untouched: Callable[..., object]
+) -> None:
+    torch.manual_seed(0)
+    network = architecture.build().eval()
+    with torch.no_grad():  # some heads start at zero, and then nothing random shows
+        for parameter in network.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    x = architecture.example()
+    with untouched(network):
+        bnn = bayesify.convert(
+            network,
+            ABNN(members=2, draws=4, noise=0.2),
+            likelihood=architecture.likelihood,
+        )
+        bnn.strategy = "looped"
+        looped = bnn.predict(x, keep_draws=True)
+        bnn.strategy = "vectorised"
+        if architecture.vectorises:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", category=BayesifyWarning)
+                # torch's own advice on kernels that are slow under vmap
+                warnings.filterwarnings("ignore", message=".*performance drop.*")
+                vectorised = bnn.predict(x, keep_draws=True)
+        else:
+            with pytest.warns(BayesifyWarning, match="cannot be vectorised"):
+                vectorised = bnn.predict(x, keep_draws=True)
+        torch.testing.assert_close(vectorised.draws, looped.draws, atol=1e-5, rtol=1e-5)
+        assert (looped.draws.std(0) > 0).any(), "draws must differ"
+
+        bnn.strategy = "looped"
+        bnn.save(tmp_path / "bnn")
+        likelihood = architecture.likelihood
+        loaded = bayesify.load(
+            tmp_path / "bnn",
+            network,
+            likelihood=None if isinstance(likelihood, str) else likelihood,
+        )
+        loaded.strategy = "looped"
+        assert torch.equal(loaded.predict(x).probs, looped.probs)
+
+        bnn.noise = 0.0
+        direct = bnn.likelihood.read(_call(network, x))
+        with torch.no_grad():
+            assert torch.equal(next(bnn.outputs(as_inputs(x), draws=2))[0], direct)
+        assert torch.equal(bnn.likelihood.read(_call(bnn.sample(0), x)), direct)
+
+
+def _call(network: torch.nn.Module, x: object) -> object:
+    with torch.no_grad():
+        return network(**x) if isinstance(x, dict) else network(x)
