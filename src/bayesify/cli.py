@@ -1,0 +1,514 @@
+"""The command line: everything that bayesify does, by name, without writing Python.
+
+Heavy libraries are imported inside the commands, so that asking for help is quick.
+"""
+
+import csv
+import io
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from bayesify import __version__
+from bayesify.errors import BayesifyError, BayesifyWarning, SettingError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from bayesify.data import Normalisation
+    from bayesify.evaluation.report import Report
+    from bayesify.methods import Method
+    from bayesify.plan import Plan
+    from bayesify.prediction import Prediction
+
+MODELS = (
+    "A network: digits, cifar10-resnet20, cifar10-resnet56; or one of yours: path/to/file.py:build "
+    "or package.module:build, where build() returns it."
+)
+DATA = (
+    "Data: file.npz (arrays x and y), file.npz:train (x_train and y_train), a folder of images with "
+    "one folder a class, or a name such as digits:test. May end in a slice: digits:test[:100]."
+)
+
+
+class _Commands(TyperGroup):
+    """Turns what can go wrong into one line and an exit code, for every command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        debug = bool(ctx.params.get("debug"))
+        with _plain_warnings():
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                _say("interrupted")
+                raise typer.Exit(130) from None
+            except BrokenPipeError:
+                raise  # the reader has gone, as in `| head`: Typer ends quietly
+            except (BayesifyError, OSError) as error:
+                if debug:
+                    traceback.print_exc()
+                _say(f"error: {error}")
+                raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog="[bold]A worked example[/bold], with what is built in:\n\n"
+    "bayesify plan digits\n\n"
+    "bayesify fit digits digits:train --validation digits:validation[:135] --calibration "
+    "digits:validation[135:] --set lr=3e-4 --output digits-abnn\n\n"
+    "bayesify evaluate digits-abnn digits digits:test --ood digits-photos\n\n"
+    "bayesify predict digits-abnn digits digits:test --output predictions.csv\n\n"
+    "Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted.",
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS)]
+Data = Annotated[str, typer.Argument(metavar="DATA", help=DATA)]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="What `bayesify fit` wrote.")]
+Weights = Annotated[
+    Path | None,
+    typer.Option(help="The network's weights, .safetensors. Built-in networks have their own."),
+]
+MethodName = Annotated[str, typer.Option("--method", help="What becomes random: abnn.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="A setting of the method: --set members=4. Repeatable."
+    ),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Only sites whose name matches: 'layer3.*'. Repeatable."),
+]
+Last = Annotated[int | None, typer.Option(metavar="K", help="Only the last K sites.")]
+Normalise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MEAN;STD",
+        help="How the network's images were normalised: cifar10, or mean and standard deviation of "
+        "each channel in units of 0 to 1, as in '0.5,0.5,0.5;0.2,0.2,0.2'.",
+    ),
+]
+Size = Annotated[
+    int | None, typer.Option(metavar="PIXELS", help="Cut and resize the images of a folder.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Examples at a time.")]
+Draws = Annotated[int | None, typer.Option(help="Draws of a prediction; as fitted by default.")]
+Seed = Annotated[int, typer.Option(help="One seed, one result.")]
+
+
+def main() -> None:
+    """Runs the command line."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bayesify {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _bayesify(
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,  # noqa: ARG001
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which.")
+    ] = False,
+) -> None:
+    """Make a trained PyTorch network Bayesian, without retraining it."""
+
+
+@app.command()
+def demo(
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="Folder for results and pictures.")] = Path(
+        "bayesify-demo"
+    ),
+    progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
+) -> None:
+    """Make a small digits network Bayesian and show what it is worth, in under a minute."""
+    from bayesify.demo import run
+
+    run(output, seed, Console(), progress=progress)
+
+
+@app.command(epilog="Example: bayesify plan digits --set members=4 --last 2")
+def plan(
+    model: Model,
+    weights: Weights = None,
+    method: MethodName = "abnn",
+    settings: Settings = None,
+    where: Where = None,
+    last: Last = None,
+    example: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="Run the network once on the first of these, so that --last counts layers in the "
+            "order they run. Without, in the order they are registered.",
+        ),
+    ] = None,
+) -> None:
+    """Show what would become random and what it would cost, without doing it."""
+    from bayesify.plan import plan as make_plan
+    from bayesify.zoo import load_model
+
+    chosen = _where(where, last)
+    planned = make_plan(
+        load_model(model, weights=weights),
+        _method(method, settings),
+        where=chosen,
+        example=None if example is None else _first(_loader(example, 1)),
+    )
+    _print_plan(planned)
+
+
+@app.command(
+    epilog="Example: bayesify fit digits digits:train --validation digits:validation[:135] "
+    "--calibration digits:validation[135:] --set lr=3e-4 --output digits-abnn"
+)
+def fit(
+    model: Model,
+    data: Data,
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to save the result.")],
+    weights: Weights = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Decides what is kept; split off the data otherwise."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Chooses noise and temperature. Data not yet used."),
+    ] = None,
+    method: MethodName = "abnn",
+    settings: Settings = None,
+    where: Where = None,
+    last: Last = None,
+    likelihood: Annotated[
+        str, typer.Option(help="classification, binary, multilabel or regression.")
+    ] = "classification",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    batch_size: BatchSize = 64,
+    augment: Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")] = None,
+    normalise: Normalise = None,
+    size: Size = None,
+    seed: Seed = 0,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where progress is kept, FOLDER.checkpoint.safetensors by default. After an "
+            "interruption the same command goes on from there; it is deleted at the end.",
+        ),
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp16: mixed precision.")] = None,
+) -> None:
+    """Make a network Bayesian: convert, fit, calibrate and save it.
+
+    A run that was killed goes on where it was if you run the same command again.
+    """
+    from bayesify.model import convert
+    from bayesify.zoo import load_model
+
+    chosen = _where(where, last)
+    _require_destination(output)
+    loader = _loader(data, batch_size, normalise, size, shuffle=True)
+    held = None if validation is None else _loader(validation, batch_size, normalise, size)
+    # Read before training, so that a wrong name does not cost a night.
+    spare = None if calibration is None else _loader(calibration, batch_size, normalise, size)
+    bnn = convert(
+        load_model(model, weights=weights),
+        _method(method, settings),
+        likelihood=likelihood,
+        where=chosen,
+        example=None if last is None else _first(_loader(data, 1, normalise, size)),
+    )
+    kept = checkpoint or output.with_name(f"{output.name}.checkpoint.safetensors")
+    if kept.exists():
+        _say(f"continuing from {kept}")
+    try:
+        result = bnn.fit(
+            loader,
+            epochs=epochs,
+            validation=held,
+            augment=augment,
+            checkpoint=kept,
+            seed=seed,
+            progress=progress,
+            precision=precision,
+        )
+    except KeyboardInterrupt:
+        if kept.exists():
+            _say(f"progress is in {kept}: run the same command again to go on from there")
+        raise
+    typer.echo(f"fitted: {result}")
+    if spare is None:
+        typer.echo("not calibrated: pass --calibration with data that has not been used yet")
+    else:
+        found = bnn.calibrate(spare, seed=seed)
+        typer.echo(
+            f"calibrated: noise {found.noise:.3g}, temperature {found.temperature:.3g}, "
+            f"held-out NLL {found.nll:.4f}"
+        )
+    bnn.save(output)
+    kept.unlink(missing_ok=True)
+    extra = f" --normalise '{normalise}'" if normalise else ""
+    typer.echo(f"saved to {output}; judge it with: bayesify evaluate {output} {model} DATA{extra}")
+
+
+@app.command(epilog="Example: bayesify evaluate digits-abnn digits digits:test --ood digits-photos")
+def evaluate(
+    folder: Folder,
+    model: Model,
+    data: Data,
+    weights: Weights = None,
+    ood: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DATA",
+            help="Data of another kind, which doubt should tell apart. Repeatable.",
+        ),
+    ] = None,
+    draws: Draws = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 256,
+    normalise: Normalise = None,
+    size: Size = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")
+    ] = None,
+) -> None:
+    """Measure accuracy, calibration and the detection of other data, beside the network itself."""
+    from bayesify.files import write_json
+    from bayesify.io import load
+    from bayesify.methods import ABNN
+    from bayesify.model import convert
+    from bayesify.zoo import load_model
+
+    network = load_model(model, weights=weights)
+    bnn = load(folder, network)
+    plain = convert(network, ABNN(members=1, draws=1, noise=0.0), likelihood=bnn.likelihood)
+    loader = _loader(data, batch_size, normalise, size)
+    others: dict[str, Iterable[Any]] = {
+        name: _loader(spec, batch_size, normalise, size) for name, spec in _named(ood or [])
+    }
+    reports = {
+        "network": plain.evaluate(loader, ood=others, seed=seed),
+        type(bnn.method).__name__: bnn.evaluate(loader, ood=others, draws=draws, seed=seed),
+    }
+    _print_reports(reports)
+    if json_file is not None:
+        write_json(json_file, {name: report.to_dict() for name, report in reports.items()})
+
+
+@app.command(epilog="Example: bayesify predict digits-abnn digits digits:test --output out.csv")
+def predict(
+    folder: Folder,
+    model: Model,
+    data: Data,
+    weights: Weights = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A CSV file; standard output otherwise.")
+    ] = None,
+    draws: Draws = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 256,
+    normalise: Normalise = None,
+    size: Size = None,
+) -> None:
+    """Predict into a CSV: label, confidence, uncertainties in nats, and every class's probability.
+
+    entropy = aleatoric + epistemic: the doubt that lies in the data, and the network's own.
+    """
+    from bayesify.files import write_bytes
+    from bayesify.io import load
+    from bayesify.zoo import load_model
+
+    bnn = load(folder, load_model(model, weights=weights))
+    loader = _loader(data, batch_size, normalise, size)
+    text = _csv(bnn.predict(loader, draws=draws, seed=seed))
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write_bytes(output, text.encode())
+        typer.echo(f"wrote {output}")
+
+
+# What users type, read
+
+
+def _method(name: str, settings: list[str] | None) -> "Method":
+    """A method from `--method` and `--set`; values are read as the type of the setting."""
+    from bayesify.methods import METHODS, make_method
+
+    known = METHODS.get(name)
+    types = {field.name: field.type for field in fields(known)} if known else {}
+    values: dict[str, Any] = {}
+    for setting in settings or []:
+        key, equals, text = setting.partition("=")
+        if not (key and equals and text):
+            raise typer.BadParameter(f"{setting!r}: write NAME=VALUE.", param_hint="--set")
+        values[key] = _read(key, text, types.get(key))
+    return make_method(name, values)
+
+
+def _read(name: str, text: str, kind: Any) -> Any:
+    if kind not in (int, float):
+        return text  # of no setting there is, which the method says better
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise SettingError(f"--set {name}={text}: {wanted} is wanted.") from None
+
+
+def _where(globs: list[str] | None, last: int | None) -> list[str] | int | None:
+    if globs and last is not None:
+        raise typer.BadParameter("give --where or --last, not both.", param_hint="--where")
+    return last if last is not None else (globs or None)
+
+
+def _normalisation(text: str | None) -> "Normalisation | None":
+    from bayesify.data import CIFAR10_NORMALISATION
+
+    if text is None:
+        return None
+    if text == "cifar10":
+        return CIFAR10_NORMALISATION
+    try:
+        mean, std = ([float(number) for number in part.split(",")] for part in text.split(";"))
+    except ValueError:
+        raise SettingError(
+            f"--normalise {text!r}: write cifar10, or means and standard deviations as in "
+            f"'0.5,0.5,0.5;0.2,0.2,0.2'."
+        ) from None
+    return mean, std
+
+
+def _named(specs: list[str]) -> Iterator[tuple[str, str]]:
+    """`NAME=DATA` or `DATA`, which is then its own name."""
+    for spec in specs:
+        name, equals, data = spec.partition("=")
+        yield (name, data) if equals else (spec, spec)
+
+
+def _loader(
+    spec: str,
+    batch_size: int,
+    normalise: str | None = None,
+    size: int | None = None,
+    *,
+    shuffle: bool = False,
+) -> "DataLoader[Any]":
+    from torch.utils.data import DataLoader
+
+    from bayesify.data import load_data
+
+    data = load_data(spec, normalise=_normalisation(normalise), size=size)
+    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+
+
+def _first(loader: "DataLoader[Any]") -> Any:
+    return next(iter(loader))[0]
+
+
+def _require_destination(output: Path) -> None:
+    """Stops before training, not after it, if the result could not be saved."""
+    from bayesify.io import DESCRIPTION
+
+    is_ours = (output / DESCRIPTION).exists()
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    if not (is_ours or is_free):
+        raise SettingError(
+            f"--output {output}: it exists and is not one of bayesify's folders: name another one."
+        )
+
+
+# What users see
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Shows bayesify's own warnings as one line each, whatever the filters say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", BayesifyWarning)
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, BayesifyWarning):
+                _say(f"warning: {message}")
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _print_plan(planned: "Plan") -> None:
+    console = Console()
+    table = Table(title=escape(str(planned.method)), title_justify="left")
+    for heading in ("site", "layer", "shape", "numbers"):
+        table.add_column(heading, justify="right" if heading == "numbers" else "left")
+    for site in planned.sites:
+        shape = "x".join(map(str, site.shape))
+        numbers = 1
+        for length in site.shape:
+            numbers *= length
+        table.add_row(escape(site.name), escape(site.kind), shape, f"{numbers:,}")
+    console.print(table)
+    for name, value in planned.summary().items():
+        console.print(f"{name + ':':<16}{value}", highlight=False)
+    for skip in planned.skipped:
+        line = f"skipped {skip.name} ({skip.kind}): {skip.reason}"
+        console.print(escape(line), highlight=False)
+
+
+def _print_reports(reports: "Mapping[str, Report]") -> None:
+    first = next(iter(reports.values()))
+    table = Table(
+        title=f"{first.examples:,} examples", caption="↑ higher is better, ↓ lower is better"
+    )
+    table.add_column("")
+    for name in reports:
+        table.add_column(escape(name), justify="right")
+    arrows = {"accuracy": "↑", "nll": "↓", "ece": "↓", "brier": "↓", "rmse": "↓"}
+    for measure, arrow in arrows.items():
+        if getattr(first, measure) is not None:
+            values = (f"{getattr(report, measure):.4f}" for report in reports.values())
+            title = measure if measure in ("accuracy",) else measure.upper()
+            table.add_row(f"{title.replace('BRIER', 'Brier')} {arrow}", *values)
+    for other in first.ood:
+        for measure, arrow in {"auroc": "↑", "aupr": "↑", "fpr95": "↓"}.items():
+            values = (f"{getattr(report.ood[other], measure):.4f}" for report in reports.values())
+            table.add_row(f"{escape(other)} {measure.upper()} {arrow}", *values)
+    Console().print(table)
+
+
+def _csv(prediction: "Prediction") -> str:
+    columns = prediction.columns()
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in zip(*(values.tolist() for values in columns.values()), strict=True):
+        writer.writerow(f"{value:.6g}" if isinstance(value, float) else value for value in row)
+    return text.getvalue()
