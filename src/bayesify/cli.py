@@ -37,9 +37,17 @@ MODELS = (
     "or package.module:build, where build() returns it."
 )
 DATA = (
-    "Data: file.npz (arrays x and y), file.npz:train (x_train and y_train), a folder of images with "
-    "one folder a class, or a name such as digits:test. May end in a slice: digits:test[:100]."
+    "Data: file.npz (arrays x and y), file.npz:train (x_train and y_train), a folder of images "
+    "with one folder a class, or a name such as digits:test. May end in a slice: digits:test[:100]."
 )
+TITLES = {
+    "accuracy": "accuracy ↑",
+    "nll": "NLL ↓",
+    "ece": "ECE ↓",
+    "brier": "Brier ↓",
+    "rmse": "RMSE ↓",
+}
+OOD_TITLES = {"auroc": "AUROC ↑", "aupr": "AUPR ↑", "fpr95": "FPR95 ↓"}
 
 
 class _Commands(TyperGroup):
@@ -70,8 +78,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="[bold]A worked example[/bold], with what is built in:\n\n"
     "bayesify plan digits\n\n"
-    "bayesify fit digits digits:train --validation digits:validation[:135] --calibration "
-    "digits:validation[135:] --set lr=3e-4 --output digits-abnn\n\n"
+    "bayesify fit digits digits:train --validation 'digits:validation[:135]' --calibration "
+    "'digits:validation[135:]' --set lr=3e-4 --output digits-abnn\n\n"
     "bayesify evaluate digits-abnn digits digits:test --ood digits-photos\n\n"
     "bayesify predict digits-abnn digits digits:test --output predictions.csv\n\n"
     "Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted.",
@@ -125,8 +133,8 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _bayesify(
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,  # noqa: ARG001
-    version: Annotated[  # noqa: ARG001
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which.")
     ] = False,
 ) -> None:
@@ -179,8 +187,8 @@ def plan(
 
 
 @app.command(
-    epilog="Example: bayesify fit digits digits:train --validation digits:validation[:135] "
-    "--calibration digits:validation[135:] --set lr=3e-4 --output digits-abnn"
+    epilog="Example: bayesify fit digits digits:train --validation 'digits:validation[:135]' "
+    "--calibration 'digits:validation[135:]' --set lr=3e-4 --output digits-abnn"
 )
 def fit(
     model: Model,
@@ -466,7 +474,8 @@ def _say(line: str) -> None:
 
 def _print_plan(planned: "Plan") -> None:
     console = Console()
-    table = Table(title=escape(str(planned.method)), title_justify="left")
+    console.print(escape(str(planned.method)), highlight=False)
+    table = Table()
     for heading in ("site", "layer", "shape", "numbers"):
         table.add_column(heading, justify="right" if heading == "numbers" else "left")
     for site in planned.sites:
@@ -491,16 +500,14 @@ def _print_reports(reports: "Mapping[str, Report]") -> None:
     table.add_column("")
     for name in reports:
         table.add_column(escape(name), justify="right")
-    arrows = {"accuracy": "↑", "nll": "↓", "ece": "↓", "brier": "↓", "rmse": "↓"}
-    for measure, arrow in arrows.items():
+    for measure, title in TITLES.items():
         if getattr(first, measure) is not None:
             values = (f"{getattr(report, measure):.4f}" for report in reports.values())
-            title = measure if measure in ("accuracy",) else measure.upper()
-            table.add_row(f"{title.replace('BRIER', 'Brier')} {arrow}", *values)
+            table.add_row(title, *values)
     for other in first.ood:
-        for measure, arrow in {"auroc": "↑", "aupr": "↑", "fpr95": "↓"}.items():
+        for measure, title in OOD_TITLES.items():
             values = (f"{getattr(report.ood[other], measure):.4f}" for report in reports.values())
-            table.add_row(f"{escape(other)} {measure.upper()} {arrow}", *values)
+            table.add_row(f"{escape(other)}: {title}", *values)
     Console().print(table)
 
 
