@@ -96,17 +96,21 @@ def report(**changes: float) -> Report:
 def test_the_verdict_says_where_it_is_not_better() -> None:
     worse = {"network": report(), "ABNN": report(nll=0.4, ece=0.3, rotated=0.7)}
     said = demo.verdict(worse)
-    assert "in 5 of 7 columns" in said
+    assert "in 5 of 7 measures" in said
     assert "ECE (0.3000 against 0.1000 of network)" in said
     assert "AUROC rotated (0.700 against 0.800 of network)" in said
     assert "NLL" not in said
-    assert demo.verdict({"network": report(), "ABNN": report(nll=0.4)}).endswith("7 of 7 columns.")
+    assert demo.verdict({"network": report(), "ABNN": report(nll=0.4)}).endswith("7 of 7 measures.")
 
 
-def test_the_best_of_a_column_is_marked_and_ties_are_shared() -> None:
+def test_the_best_of_a_row_is_marked_and_ties_are_shared() -> None:
     reports = {"network": report(), "ABNN": report(nll=0.4)}
     assert demo.MEASURES[1].best(reports) == {"ABNN"}
     assert demo.MEASURES[0].best(reports) == {"network", "ABNN"}
+    printed = io.StringIO()
+    Console(file=printed, width=80).print(demo.table(reports))
+    assert "0.4000*" in printed.getvalue()
+    assert "…" not in printed.getvalue()
 
 
 def test_shift_moves_by_one_pixel_at_most() -> None:

@@ -51,7 +51,7 @@ SURE = 0.9
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the demo's table: how to read it off a report, and which way is better."""
+    """A row of the demo's table: how to read it off a report, and which way is better."""
 
     name: str
     higher_is_better: bool
@@ -65,7 +65,7 @@ class Measure:
         return value
 
     def title(self) -> str:
-        """The column's heading, with an arrow towards the better."""
+        """The row's heading, with an arrow towards the better."""
         what = f"AUROC {self.name}" if self.name in STRANGE else self.name
         return f"{what} {'↑' if self.higher_is_better else '↓'}"
 
@@ -299,33 +299,36 @@ def shift(images: Tensor) -> Tensor:
 
 
 def table(reports: Mapping[str, Report]) -> Table:
-    """The measures of each network, the best of every column in green with a star."""
+    """The measures of each network, the best of every row in green with a star."""
     shown = Table(
-        title="Test digits, and how well rotated digits, noise and photographs are told from them",
-        caption="* best of the column (arrows: which way is better). AUROC: how well the "
+        title="On test digits, and on rotated digits, noise and photographs",
+        caption="* best of the row. Arrows: which way is better. AUROC: how well\n"
         "predictive entropy alone tells digits from the others.",
     )
     shown.add_column("")
+    for name in reports:
+        shown.add_column(name, justify="right")
     for measure in MEASURES:
-        shown.add_column(measure.title(), justify="right")
-    for name, report in reports.items():
-        cells = []
-        for measure in MEASURES:
-            best = name in measure.best(reports)
-            cells.append(f"[bold green]{measure.text(report)}*" if best else measure.text(report))
-        shown.add_row(name, *cells)
+        best = measure.best(reports)
+        shown.add_row(
+            measure.title(),
+            *(
+                f"[bold green]{measure.text(report)}*" if name in best else measure.text(report)
+                for name, report in reports.items()
+            ),
+        )
     return shown
 
 
 def verdict(reports: Mapping[str, Report]) -> str:
-    """In how many columns the Bayesian network is best, and who is better where it is not."""
+    """In how many measures the Bayesian network is best, and who is better where it is not."""
     others = {
         measure: measure.best(reports)
         for measure in MEASURES
         if BAYESIAN not in measure.best(reports)
     }
     ahead = len(MEASURES) - len(others)
-    sentence = f"{BAYESIAN} is best, or level with the best, in {ahead} of {len(MEASURES)} columns"
+    sentence = f"{BAYESIAN} is best, or level with the best, in {ahead} of {len(MEASURES)} measures"
     if not others:
         return f"{sentence}."
     where = (
