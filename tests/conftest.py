@@ -6,8 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+# A shared machine stalls now and then: time limits are pytest's.
+settings.register_profile("bayesify", deadline=None)
+settings.load_profile("bayesify")
 
 
 @pytest.fixture(autouse=True)
@@ -57,18 +62,18 @@ def stripes() -> tuple[Tensor, Tensor]:
     rows, columns = torch.meshgrid(grid, grid, indexing="ij")
     waves = torch.stack([rows, columns, rows + columns, rows - columns])
     phase = 6.28 * torch.rand(600, 1, 1, generator=generator)
-    x = torch.sin(waves[labels] * 1.3 + phase) + 1.2 * torch.randn(600, 8, 8, generator=generator)
+    x = torch.sin(waves[labels] * 1.3 + phase) + 1.5 * torch.randn(600, 8, 8, generator=generator)
     return x.unsqueeze(1), labels
 
 
 @pytest.fixture(scope="session")
 def trained(stripes: tuple[Tensor, Tensor]) -> nn.Module:
-    """A network trained on the first half of `stripes` until it is overconfident."""
+    """A network trained a little on the first half of `stripes`."""
     x, y = stripes[0][:300], stripes[1][:300]
     torch.manual_seed(0)
     network = small_cnn().train()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    for _ in range(80):
+    for _ in range(12):
         for rows in torch.randperm(300).split(50):
             optimizer.zero_grad()
             nn.functional.cross_entropy(network(x[rows]), y[rows]).backward()

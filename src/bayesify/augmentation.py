@@ -63,17 +63,17 @@ def _uniform(batch: int, low: float, high: float, *more: int) -> Tensor:
 
 def _move(images: Tensor) -> Tensor:
     batch = len(images)
-    angle = _uniform(batch, -math.pi / 12, math.pi / 12)
-    shear = _uniform(batch, -0.15, 0.15)
-    zoom = _uniform(batch, 0.85, 1.15)
+    angle = _uniform(batch, -math.pi / 18, math.pi / 18)
+    shear = _uniform(batch, -0.1, 0.1)
+    zoom = _uniform(batch, 0.9, 1.1)
     affine = torch.stack(
         [
             zoom * angle.cos(),
             -zoom * (angle.sin() + shear),
-            _uniform(batch, -0.2, 0.2),
+            _uniform(batch, -0.13, 0.13),
             zoom * angle.sin(),
             zoom * angle.cos(),
-            _uniform(batch, -0.2, 0.2),
+            _uniform(batch, -0.13, 0.13),
         ],
         dim=1,
     ).view(batch, 2, 3)
@@ -87,8 +87,8 @@ def _recolour(images: Tensor) -> Tensor:
     batch, channels = images.shape[:2]
     mean = images.mean((1, 2, 3), keepdim=True)
     spread = images.std((1, 2, 3), keepdim=True)
-    gain = _uniform(batch, 0.6, 1.4, 1, 1, 1) * _uniform(batch, 0.85, 1.15, channels, 1, 1)
-    lift = _uniform(batch, -0.4, 0.4, 1, 1, 1)
+    gain = _uniform(batch, 0.75, 1.25, 1, 1, 1) * _uniform(batch, 0.9, 1.1, channels, 1, 1)
+    lift = _uniform(batch, -0.25, 0.25, 1, 1, 1)
     grain = 0.1 * torch.randn(images.shape) * _uniform(batch, 0, 1, 1, 1, 1)
     return (images - mean) * gain.to(images) + mean + spread * (lift + grain).to(images)
 
@@ -100,5 +100,5 @@ def _blot(images: Tensor) -> Tensor:
     inside_y = ((torch.arange(height) + 0.5) / height - centre_y).abs() < side / 2
     inside_x = ((torch.arange(width) + 0.5) / width - centre_x).abs() < side / 2
     blot = inside_y[:, None, :, None] & inside_x[:, None, None, :]
-    blot &= torch.rand(batch, 1, 1, 1) < 0.5
+    blot &= torch.rand(batch, 1, 1, 1) < 0.25
     return torch.where(blot.to(images.device), images.mean((1, 2, 3), keepdim=True), images)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify.errors import CorruptFileError, SettingError, WrongNetworkError
+from bayesify.errors import BayesifyError, CorruptFileError, SettingError, WrongNetworkError
 from bayesify.files import (
     matches,
     read_json,
@@ -78,9 +78,13 @@ def load(
             )
         network, sites = description["network"], list(description["sites"])
         noise, temperature = float(description["noise"]), float(description["temperature"])
+        if not 0 < temperature < float("inf"):
+            raise CorruptFileError(f"{path / DESCRIPTION} has a temperature of {temperature}.")
         method = make_method(description["method"]["name"], description["method"]["settings"])
         meaning = _likelihood(description["likelihood"], likelihood)
-    except (KeyError, TypeError, AttributeError) as error:
+    except BayesifyError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptFileError(
             f"{path / DESCRIPTION} is not one of bayesify's files: {error!r}."
         ) from error

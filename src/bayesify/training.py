@@ -110,7 +110,7 @@ class Fit:
         else:
             self.loader, self.held = loader, collect(validation, seed)
         self.epochs = epochs
-        self.steps_an_epoch = _steps(self.loader, num_examples, len(self.held.batches[0][0]))
+        self.steps_an_epoch = _steps(self.loader, num_examples)
         self.steps = epochs * self.steps_an_epoch
         self.every = max(1, self.steps // validations)
         self.draws = self.method.components * max(1, round(8 / self.method.components))
@@ -384,10 +384,11 @@ def _augmented(inputs: Inputs, augment: Augment, seed: int) -> Inputs:
         return inputs.map(lambda t: augment(t) if t is first else t)
 
 
-def _steps(loader: Iterable[Any], num_examples: int | None, batch: int) -> int:
+def _steps(loader: Iterable[Any], num_examples: int | None) -> int:
     """Batches of an epoch."""
     if num_examples is not None:
-        return max(1, math.ceil(num_examples / batch))
+        size = getattr(loader, "batch_size", None) or len(next(labelled(loader))[0])
+        return max(1, math.ceil(num_examples / size))
     try:
         steps = len(loader)  # type: ignore[arg-type]
     except TypeError:

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import bayesify
+from bayesify import ABNN, Classification, SettingError
+from bayesify.calibration import Search, best_temperature
+
+
+def test_temperature_is_that_of_the_data() -> None:
+    """Labels drawn from softmax(logits / 2.5) are best explained by a temperature of 2.5."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(20_000, 5)
+    target = torch.distributions.Categorical(logits=logits / 2.5).sample()
+    temperature, nll = best_temperature(Classification(), logits[None], target)
+    assert temperature == pytest.approx(2.5, abs=0.1)
+    assert nll == pytest.approx(
+        nn.functional.cross_entropy(logits / temperature, target).item(), abs=1e-5
+    )
+
+
+def test_temperature_never_hurts() -> None:
+    logits, target = torch.zeros(10, 3), torch.arange(10) % 3
+    assert best_temperature(Classification(), logits[None], target)[0] == 1.0
+
+
+def test_calibrate_lowers_held_out_nll(
+    trained: nn.Module, validation: DataLoader, test_set: DataLoader
+) -> None:
+    bnn = bayesify.convert(trained, ABNN(noise=0.3))
+    before = bnn.evaluate(test_set).nll
+    chosen = bnn.calibrate(validation)
+    assert (bnn.noise, bnn.temperature) == (chosen.noise, chosen.temperature)
+    assert bnn.evaluate(test_set).nll < before
+    assert bnn.evaluate(validation).nll == pytest.approx(chosen.nll, abs=1e-4)
+    assert chosen.evaluations <= 16
+
+
+def test_calibrate_is_no_worse_than_temperature_scaling(
+    trained: nn.Module, validation: DataLoader
+) -> None:
+    alone = bayesify.convert(trained, ABNN(members=1, draws=1, noise=0.0))
+    with torch.no_grad():
+        x = torch.cat([x for x, _ in validation])
+        y = torch.cat([y for _, y in validation])
+        _, scaled = best_temperature(alone.likelihood, trained(x)[None], y)
+    chosen = bayesify.convert(trained, ABNN()).calibrate(validation)
+    assert chosen.nll <= scaled + Search.tolerance(scaled, len(x))
+
+
+def test_calibrate_gives_the_same_twice_and_by_any_batch(
+    trained: nn.Module, validation: DataLoader
+) -> None:
+    bnn = bayesify.convert(trained, ABNN())
+    first = bnn.calibrate(validation)
+    bnn.noise = 0.1
+    again = bnn.calibrate(DataLoader(validation.dataset, batch_size=7))
+    assert again.noise == pytest.approx(first.noise, rel=1e-3)
+    assert again.nll == pytest.approx(first.nll, abs=1e-4)
+
+
+def test_noise_that_ruins_is_taken_away(validation: DataLoader, trained: nn.Module) -> None:
+    bnn = bayesify.convert(trained, ABNN(noise=50.0))
+    assert bnn.calibrate(validation).noise < 50
+
+
+def test_a_failure_leaves_noise_and_temperature(trained: nn.Module) -> None:
+    bnn = bayesify.convert(trained, ABNN(noise=0.2))
+    with pytest.raises(bayesify.DataError, match="labels run"):
+        bnn.calibrate([(torch.randn(4, 1, 8, 8), torch.full((4,), 7))])
+    assert (bnn.noise, bnn.temperature) == (0.2, 1.0)
+
+
+def test_draws_must_fit_the_members(trained: nn.Module, validation: DataLoader) -> None:
+    with pytest.raises(SettingError, match=r"draws=4 is not a multiple of the 3 members.*draws=3"):
+        bayesify.convert(trained).calibrate(validation, draws=4)
+
+
+def test_dense_outputs_are_thinned() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)).eval()
+    x, y = torch.randn(4, 1, 64, 64), torch.randint(0, 3, (4, 64, 64))
+    chosen = bayesify.convert(network, ABNN(draws=3)).calibrate([(x, y)])
+    assert chosen.nll > 0
+
+
+def test_regression_noise_is_found() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 1)).eval()
+    x = torch.randn(2000, 3)
+    with torch.no_grad():
+        y: Tensor = network(x) + 0.3 * torch.randn(2000, 1)
+    bnn = bayesify.convert(network, ABNN(noise=0.0), likelihood="regression")
+    bnn.calibrate([(x, y)])
+    assert bnn.predict(x).std.mean().item() == pytest.approx(0.3, abs=0.02)
+    assert bnn.evaluate([(x, y)]).rmse == pytest.approx(0.3, abs=0.02)

@@ -1,0 +1,57 @@
+"""Importing bayesify is cheap, and arrows point upwards only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import bayesify
+
+HEAVY = [
+    "matplotlib", "torchmetrics", "accelerate", "sklearn", "scipy", "pandas", "typer", "rich",
+    "timm", "torchvision", "transformers", "PIL",
+]  # fmt: skip
+
+# What stands higher never imports what stands lower, at the top of a file.
+ORDER = [
+    "errors", "sites", "posterior", "methods.method", "methods.abnn", "methods", "batches",
+    "likelihood", "sampling", "plan", "prediction", "files", "augmentation", "validation",
+    "training", "calibration", "model", "evaluation", "evaluation.metrics", "evaluation.report",
+    "evaluation.plots", "io", "zoo", "data", "demo", "cli",
+]  # fmt: skip
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = f"""
+import sys
+import bayesify
+loaded = [name for name in {HEAVY} if name in sys.modules]
+import torch
+assert not torch.cuda.is_initialized()
+sys.exit(", ".join(loaded) or None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_exist() -> None:
+    assert all(hasattr(bayesify, name) for name in bayesify.__all__)
+
+
+def test_arrows_point_upwards() -> None:
+    root = Path(bayesify.__file__).parent
+    for file in root.rglob("*.py"):
+        name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if name == "__init__" or name.startswith("data"):
+            continue
+        assert name in ORDER, f"{name} has no place in the order"
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bayesify"):
+                other = node.module.removeprefix("bayesify").lstrip(".")
+                parts = [other] if other else [alias.name for alias in node.names]
+                parts = [part for part in parts if part != "__version__"]
+                for part in parts:
+                    place = part if part in ORDER else part.split(".")[0]
+                    assert ORDER.index(place) < ORDER.index(name), f"{name} imports {part}"

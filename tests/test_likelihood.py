@@ -1,0 +1,157 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bayesify
+from bayesify import Binary, Classification, DataError, Multilabel, Regression, SettingError
+from bayesify.likelihood import as_likelihood, find_tensor
+
+
+def averages(likelihood: bayesify.Likelihood, outputs: Tensor) -> dict[str, Tensor]:
+    return {name: value.mean(0) for name, value in likelihood.statistics(outputs).items()}
+
+
+def test_classification() -> None:
+    likelihood = Classification()
+    logits, target = torch.randn(6, 4), torch.randint(0, 4, (6,))
+    expected = functional.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(likelihood.loss(logits, target), expected)
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    torch.testing.assert_close(
+        likelihood.loss(logits, target, weight), expected * weight[target]
+    )
+    torch.testing.assert_close(likelihood.nll(averages(likelihood, logits[None]), target), expected)
+
+
+def test_predictive_is_the_log_of_the_mean_probability() -> None:
+    outputs = torch.randn(5, 3, 4)
+    torch.testing.assert_close(
+        Classification().predictive(outputs).exp(), outputs.softmax(2).mean(0)
+    )
+    torch.testing.assert_close(Multilabel().predictive(outputs).exp(), outputs.sigmoid().mean(0))
+
+
+def test_dense_classification_ignores_void() -> None:
+    likelihood = Classification(ignore_index=255)
+    logits, target = torch.randn(2, 3, 4, 4), torch.randint(0, 3, (2, 4, 4))
+    target[0, :2] = 255
+    target[1] = 255
+    target = likelihood.target(target, logits)
+    expected = functional.cross_entropy(logits[:1], target[:1], ignore_index=255)
+    for loss in (
+        likelihood.loss(logits, target),
+        likelihood.nll(averages(likelihood, logits[None]), target),
+    ):
+        torch.testing.assert_close(loss, torch.tensor([expected.item(), 0.0]))
+
+
+def test_binary_is_two_classes() -> None:
+    likelihood = Binary()
+    logit, target = torch.randn(6, 1), torch.randint(0, 2, (6,)).float()
+    read = likelihood.read(logit)
+    torch.testing.assert_close(read.softmax(1)[:, 1:], logit.sigmoid())
+    torch.testing.assert_close(
+        likelihood.loss(read, likelihood.target(target[:, None], read)),
+        functional.binary_cross_entropy_with_logits(logit[:, 0], target, reduction="none"),
+    )
+    with pytest.raises(DataError, match="one logit"):
+        likelihood.read(torch.randn(6, 2))
+
+
+def test_multilabel() -> None:
+    likelihood = Multilabel()
+    logits, target = torch.randn(6, 3), torch.randint(0, 2, (6, 3))
+    form = likelihood.target(target, logits)
+    expected = functional.binary_cross_entropy_with_logits(logits, form, reduction="none").mean(1)
+    torch.testing.assert_close(likelihood.loss(logits, form), expected)
+    torch.testing.assert_close(likelihood.nll(averages(likelihood, logits[None]), form), expected)
+
+
+def test_regression_with_learned_noise() -> None:
+    likelihood = Regression()
+    with torch.no_grad():
+        likelihood.log_variance.fill_(math.log(0.25))
+    mean, target = torch.randn(6, 2), torch.randn(6, 2)
+    output = likelihood.read(mean)
+    expected = -torch.distributions.Normal(mean, 0.5).log_prob(target).mean(1)
+    torch.testing.assert_close(likelihood.loss(output, target), expected)
+    averaged = averages(likelihood, output[None])
+    torch.testing.assert_close(likelihood.nll(averaged, target).float(), expected)
+    warm = averages(likelihood, likelihood.temper(output[None], 3.0))
+    torch.testing.assert_close(warm["aleatoric"].float(), torch.full((6, 2), 0.25 * 9))
+
+
+def test_regression_that_says_its_own_noise() -> None:
+    likelihood = Regression(heteroscedastic=True)
+    mean, log_variance = torch.randn(6, 2), torch.randn(6, 2)
+    together = likelihood.read(torch.cat([mean, log_variance], 1))
+    assert torch.equal(together, likelihood.read((mean, log_variance)))
+    assert torch.equal(together[:, 0], mean)
+    assert not list(likelihood.parameters())
+    with pytest.raises(DataError, match="log-variance"):
+        likelihood.read(torch.randn(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "output", "target", "match"),
+    [
+        (Classification(), torch.zeros(2, 3), torch.tensor([0, 3]), r"from 0 to 3.*3 classes"),
+        (Classification(), torch.zeros(2, 3), torch.tensor([-1, 0]), "from -1 to 0"),
+        (Classification(), torch.zeros(2, 3), torch.tensor([0.5, 0]), "fractions"),
+        (Classification(), torch.zeros(2, 3), torch.zeros(2, 3), "not one-hot"),
+        (Classification(), torch.zeros(2, 3), torch.zeros(3), r"\[3\] where \[2\]"),
+        (Binary(), torch.zeros(2, 2), torch.tensor([0, 2]), "from 0 to 2"),
+        (Multilabel(), torch.zeros(2, 3), torch.full((2, 3), 2), "must be 0 or 1"),
+        (Multilabel(), torch.zeros(2, 3), torch.zeros(2), "for every label"),
+        (Regression(), torch.zeros(2, 2, 1), torch.tensor([0.0, math.nan]), "NaN"),
+        (Regression(), torch.zeros(2, 2, 1), torch.zeros(2, 2), "must agree"),
+    ],
+)
+def test_bad_targets(
+    likelihood: bayesify.Likelihood, output: Tensor, target: Tensor, match: str
+) -> None:
+    with pytest.raises(DataError, match=match):
+        likelihood.target(target, output)
+
+
+def test_a_column_of_targets_is_not_broadcast() -> None:
+    target = Regression().target(torch.zeros(4, 1), torch.zeros(4, 2))
+    assert target.shape == (4,)
+
+
+def test_outputs_of_every_kind() -> None:
+    logits = torch.zeros(2, 3)
+
+    class Output:
+        def __init__(self) -> None:
+            self.logits = logits
+
+    for output in (
+        logits,
+        {"logits": logits, "x": torch.ones(1)},
+        {"out": logits, "aux": torch.ones(1)},
+        {"only": logits},
+        (logits, torch.ones(1)),
+        Output(),
+    ):
+        assert find_tensor(output) is logits
+    for unclear in ({"a": logits, "b": logits}, "text", ("a",)):
+        with pytest.raises(DataError, match="which tensor"):
+            find_tensor(unclear)
+    chosen = Classification(output=lambda o: o["b"])
+    assert chosen.read({"a": torch.ones(1), "b": logits}) is logits
+
+
+def test_likelihood_by_name() -> None:
+    assert isinstance(as_likelihood("binary"), Binary)
+    with pytest.raises(SettingError, match="classification, binary, multilabel, regression"):
+        as_likelihood("poisson")
+
+
+def test_wrong_likelihood_for_the_network(cnn: nn.Module, images: Tensor) -> None:
+    one = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.LayerNorm(1))
+    with pytest.raises(DataError, match="likelihood='binary' for one logit"):
+        bayesify.convert(one).predict(images)

@@ -1,0 +1,452 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import Recurrent
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import bayesify
+from bayesify import (
+    ABNN,
+    BayesifyWarning,
+    CorruptFileError,
+    DataError,
+    NonFiniteError,
+    SettingError,
+)
+from bayesify.validation import collect, hold_out, seeded
+
+# A few steps on little data may not help, and then the network itself is kept.
+pytestmark = pytest.mark.filterwarnings("ignore:training did not help")
+METHOD = ABNN(members=2, draws=12, noise=0.03, lr=0.01, favoured_weight=1.2)
+
+
+def values(bnn: bayesify.BayesianModel) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in bnn.trainable().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def bnn(trained: nn.Module) -> bayesify.BayesianModel:
+    return bayesify.convert(trained, METHOD)
+
+
+def test_fit_improves_and_ends_no_worse(
+    bnn: bayesify.BayesianModel,
+    trained: nn.Module,
+    loader: DataLoader,
+    validation: DataLoader,
+    test_set: DataLoader,
+    untouched: Callable[..., object],
+) -> None:
+    with untouched(trained):
+        before = bayesify.convert(trained, ABNN(members=1, draws=1, noise=0.0)).evaluate(test_set)
+        result = bnn.fit(loader, epochs=3, validation=validation, progress=False)
+        after = bnn.evaluate(test_set)
+    assert result.steps == 3 * 6
+    assert result.nll <= min(result.network_nll, result.untrained_nll)
+    assert result.kept.startswith("step")
+    assert after.nll < before.nll
+    assert [step for step, _, _ in result.history] == [4, 8, 12, 16, 18]
+    assert "held-out NLL" in str(result)
+
+
+def test_only_the_posterior_trains(bnn: bayesify.BayesianModel, loader: DataLoader) -> None:
+    frozen = {name: value.clone() for name, value in bnn.network.state_dict().items()}
+    before = values(bnn)
+    bnn.fit(loader, epochs=1, validation=list(loader), progress=False)
+    assert same(frozen, bnn.network.state_dict())
+    assert set(before) == {name for name in bnn.trainable()}
+    assert not same(before, values(bnn))
+    assert all(parameter.grad is None for parameter in bnn.parameters())
+
+
+def test_members_come_to_differ(bnn: bayesify.BayesianModel, loader: DataLoader) -> None:
+    bnn.fit(loader, epochs=1, validation=list(loader), progress=False)
+    for name, value in bnn.posterior.tensors().items():
+        assert not torch.equal(value[0], value[1]), name
+
+
+def test_one_seed_one_result(trained: nn.Module, loader: DataLoader, validation: DataLoader) -> None:
+    def jitter(x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+    def run(seed: int) -> dict[str, Tensor]:
+        torch.randn(seed + 1)  # the state of the global generator must not matter
+        bnn = bayesify.convert(trained, METHOD)
+        bnn.fit(loader, validation=validation, seed=seed, progress=False, augment=jitter)
+        return values(bnn)
+
+    first = run(0)
+    assert same(first, run(0))
+    assert not same(first, run(1))
+
+
+def test_the_users_random_numbers_are_left_alone(
+    bnn: bayesify.BayesianModel, loader: DataLoader
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    own = DataLoader(loader.dataset, batch_size=50, shuffle=True, generator=generator)
+    held = list(loader)
+    state, mine = torch.get_rng_state(), generator.get_state()
+    bnn.fit(own, validation=held, progress=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator.get_state(), mine)
+
+
+def test_learning_rate_too_high_keeps_the_untrained_state(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader
+) -> None:
+    bnn = bayesify.convert(trained, ABNN(members=1, draws=8, noise=0.001, lr=30.0))
+    before = values(bnn)
+    result = bnn.fit(loader, validation=validation, progress=False)
+    assert result.kept in ("untrained", "network")
+    assert same(before, values(bnn))
+
+
+def test_noise_that_ruins_keeps_the_network(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader
+) -> None:
+    bnn = bayesify.convert(trained, ABNN(members=1, draws=8, noise=3.0, lr=0.0))
+    with pytest.warns(BayesifyWarning, match="best for the network itself"):
+        result = bnn.fit(loader, validation=validation, progress=False)
+    assert result.kept == "network"
+    assert bnn.noise == 0
+    x = next(iter(loader))[0]
+    torch.testing.assert_close(bnn.predict(x, draws=1).probs, trained(x).softmax(1))
+
+
+def test_loss_that_explodes_is_an_error_and_loses_nothing(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader
+) -> None:
+    bnn = bayesify.convert(trained, ABNN(members=1, draws=8, noise=0.0, lr=1e30))
+    before = values(bnn)
+    with pytest.raises(NonFiniteError, match="Lower the learning rate"):
+        bnn.fit(loader, validation=validation, progress=False, epochs=3)
+    assert same(before, values(bnn))
+
+
+def test_interruption_keeps_the_best_state(
+    bnn: bayesify.BayesianModel, loader: DataLoader, validation: DataLoader
+) -> None:
+    class Interrupted:
+        def __len__(self) -> int:
+            return 6
+
+        def __iter__(self) -> Iterator[object]:
+            yield from list(loader)[:3]
+            raise KeyboardInterrupt
+
+    before = values(bnn)
+    with pytest.raises(KeyboardInterrupt):
+        bnn.fit(Interrupted(), epochs=2, validation=validation, progress=False, validations=1)
+    assert same(before, values(bnn))
+
+
+@pytest.mark.parametrize("groups", [1, 4, None])
+def test_groups(bnn: bayesify.BayesianModel, loader: DataLoader, groups: int | None) -> None:
+    result = bnn.fit(loader, validation=list(loader), progress=False, groups=groups)
+    assert math.isfinite(result.nll)
+
+
+def test_a_network_without_vmap_rule_trains_by_groups() -> None:
+    data = TensorDataset(torch.randn(60, 4, 6), torch.randint(0, 5, (60,)))
+    bnn = bayesify.convert(Recurrent().eval(), ABNN(members=2, draws=4))
+    with pytest.warns(BayesifyWarning, match="cannot be vectorised over examples"):
+        bnn.fit(DataLoader(data, 10), validation=DataLoader(data, 10), progress=False)
+
+
+def test_gradients_are_those_of_the_papers_loss(
+    trained: nn.Module, loader: DataLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without noise and momentum, one step is the gradient of weighted cross-entropy."""
+    x, y = next(iter(loader))
+    method = ABNN(members=2, draws=2, noise=0.0, lr=0.1, weight_decay=0.0, favoured_weight=3.0)
+    bnn = bayesify.convert(trained, method)
+    steps = {}
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            steps.update({n: p.grad.clone() for n, p in bnn.trainable().items()})
+
+    monkeypatch.setattr(ABNN, "optimizer", lambda self, posterior: Plain(posterior.parameters(), 0.1))
+    bnn.fit([(x, y)], validation=[(x, y)], progress=False, seed=4)
+    for member in range(2):
+        weight = method.class_weights(member, 4, 4)
+        assert sorted(weight.tolist()) == [1, 1, 3, 3]
+        network = bnn.sample(index=member)
+        loss = nn.functional.cross_entropy(network(x), y, weight, reduction="none").mean()
+        loss.backward()
+        for name, parameter in network.named_parameters():
+            if "posterior.values." + name.replace(".", "/") in steps:
+                found = steps["posterior.values." + name.replace(".", "/")][member]
+                torch.testing.assert_close(found, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+# Data that cannot be used
+
+
+@pytest.mark.parametrize(
+    ("batches", "match"),
+    [
+        ([], "single batch|empty"),
+        ([(torch.randn(4, 1, 8, 8), torch.full((4,), 9))] * 3, "labels run from 9 to 9"),
+        ([(torch.full((4, 1, 8, 8), math.nan), torch.zeros(4))] * 3, "NaN or infinite"),
+        ([(torch.full((4, 1, 8, 8), math.inf), torch.zeros(4))] * 3, "NaN or infinite"),
+        ([(torch.randn(4, 3, 8, 8), torch.zeros(4))] * 3, "cannot run on inputs"),
+        ([torch.randn(4, 1, 8, 8)] * 3, "no target"),
+        ([(torch.randn(0, 1, 8, 8), torch.zeros(0))] * 3, "batch is empty"),
+        ([("a", "b")] * 3, "not understood"),
+    ],
+)
+def test_bad_data_changes_nothing(
+    trained: nn.Module, batches: list[object], match: str, untouched: Callable[..., object]
+) -> None:
+    bnn = bayesify.convert(trained)
+    before, noise = values(bnn), bnn.noise
+    for use in (
+        lambda: bnn.fit(batches, progress=False),
+        lambda: bnn.fit(batches, validation=batches, progress=False),
+        lambda: bnn.calibrate(batches),
+        lambda: bnn.evaluate(batches),
+    ):
+        with untouched(trained), pytest.raises(DataError, match=match):
+            use()
+        assert same(before, values(bnn))
+        assert (bnn.noise, bnn.temperature) == (noise, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"epochs": 0}, "epochs=0"),
+        ({"precision": "fp8"}, "'bf16' or 'fp16'"),
+        ({"groups": 0}, "groups=0"),
+        ({"validations": 0}, "validations=0"),
+        ({"augment": "mixup"}, "crop-flip, strong"),
+        ({"ood": [1]}, "does not train on OOD"),
+    ],
+)
+def test_bad_settings(
+    bnn: bayesify.BayesianModel, loader: DataLoader, settings: dict[str, object], match: str
+) -> None:
+    with pytest.raises(SettingError, match=match):
+        bnn.fit(loader, progress=False, **settings)
+
+
+def test_a_stream_needs_its_length(bnn: bayesify.BayesianModel, loader: DataLoader) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return iter([loader.dataset[i] for i in range(100)])
+
+    stream = DataLoader(Stream(), batch_size=10)
+    with pytest.raises(DataError, match="num_examples="):
+        bnn.fit(stream, validation=list(loader), progress=False)
+    result = bnn.fit(stream, validation=list(loader), progress=False, num_examples=100)
+    assert result.steps == 10
+
+
+# Held-out data
+
+
+def test_a_tenth_is_held_out_and_never_trained_on(loader: DataLoader) -> None:
+    rest, held = hold_out(loader, seed=0)
+    assert len(held) == 30
+    assert held.augmented
+    assert len(rest.dataset) == 270
+    with seeded(1):
+        seen = torch.cat([x for x, _ in rest])
+    held_rows = set(range(300)) - set(rest.dataset.indices)
+    originals = loader.dataset.tensors[0]
+    assert not any(
+        torch.equal(originals[row], image) for row in held_rows for image in seen
+    )
+
+
+def test_loaders_that_cannot_be_split_lose_their_first_batches() -> None:
+    batches = [(torch.full((2, 3), float(i)), torch.zeros(2)) for i in range(20)]
+    with pytest.warns(BayesifyWarning, match="pass validation="):
+        rest, held = hold_out(batches, seed=0)
+    assert [inputs.args[0][0, 0].item() for inputs, _ in held.batches] == [0, 1]
+    assert [x[0, 0].item() for x, _ in rest] == list(range(2, 20))
+    assert len(rest) == 18
+
+
+def test_knowing_the_data_by_heart_is_warned_of(
+    bnn: bayesify.BayesianModel, trained: nn.Module, loader: DataLoader
+) -> None:
+    x = torch.cat([x for x, _ in loader])
+    easy = DataLoader(TensorDataset(x, trained(x).argmax(1)), 50)
+    with pytest.warns(BayesifyWarning, match="knows by heart"):
+        bnn.fit(loader, validation=easy, progress=False)
+
+
+def test_fit_without_validation(bnn: bayesify.BayesianModel, loader: DataLoader) -> None:
+    result = bnn.fit(loader, progress=False)
+    assert result.steps == 6
+    assert result.nll <= min(result.network_nll, result.untrained_nll)
+
+
+def test_validation_is_collected_up_to_a_limit(loader: DataLoader) -> None:
+    assert len(collect(loader, 0, most=120)) == 150
+
+
+def test_progress_shows_loss_and_nll(
+    bnn: bayesify.BayesianModel,
+    loader: DataLoader,
+    validation: DataLoader,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bnn.fit(loader, validation=validation)
+    shown = capsys.readouterr().err
+    assert "loss=" in shown
+    assert "best_nll=" in shown
+    assert "6/6" in shown
+
+
+# Mixed precision
+
+
+def test_bf16(bnn: bayesify.BayesianModel, loader: DataLoader, validation: DataLoader) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*cannot be vectorised.*")
+        result = bnn.fit(loader, validation=validation, precision="bf16", progress=False)
+        assert result.nll <= result.network_nll
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = bnn.predict(next(iter(validation))[0])
+    whole = bnn.predict(next(iter(validation))[0])
+    assert mixed.probs.dtype == torch.float32
+    torch.testing.assert_close(mixed.probs, whole.probs, atol=0.05, rtol=0)
+
+
+# Checkpoints
+
+SCRIPT = """
+import os, sys, time, torch, json
+sys.path.insert(0, {tests!r})
+from conftest import small_cnn
+import bayesify
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x, y = torch.randn(300, 1, 8, 8), torch.randint(0, 4, (300,))
+data = TensorDataset(x, y)
+loader = DataLoader(data, batch_size=20, shuffle=True)
+class Slow:
+    def __len__(self): return len(loader)
+    def __iter__(self):
+        for batch in loader:
+            time.sleep({delay})
+            yield batch
+bnn = bayesify.convert(small_cnn(), bayesify.ABNN(members=2, draws=4, lr=0.05))
+result = bnn.fit(Slow(), epochs=2, validation=[(x[:50], y[:50])], checkpoint={checkpoint!r},
+                 checkpoint_seconds=0, progress=False, augment="crop-flip")
+from bayesify.files import write_tensors
+from pathlib import Path
+if int(os.environ.get("RANK", 0)) == 0:
+    write_tensors(Path({out!r}), bnn.posterior.tensors(), {{"steps": result.steps, "nll": result.nll}})
+"""
+
+
+def script(checkpoint: Path, out: Path, delay: float = 0.0) -> str:
+    return SCRIPT.format(
+        tests=str(Path(__file__).parent), checkpoint=str(checkpoint), out=str(out), delay=delay
+    )
+
+
+def test_killed_and_resumed_gives_the_same_result(tmp_path: Path) -> None:
+    from bayesify.files import read_tensors
+
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    subprocess.run([sys.executable, "-c", script(tmp_path / "a", whole)], check=True)
+    checkpoint = tmp_path / "b"
+    process = subprocess.Popen([sys.executable, "-c", script(checkpoint, parts, delay=0.2)])
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if checkpoint.exists() and read_tensors(checkpoint)[1]["progress"]["step"] >= 4:
+            break
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not parts.exists()
+    step = read_tensors(checkpoint)[1]["progress"]["step"]
+    assert 4 <= step < 30
+    subprocess.run([sys.executable, "-c", script(checkpoint, parts)], check=True)
+    (expected, one), (found, other) = read_tensors(whole), read_tensors(parts)
+    assert one == other
+    assert same(expected, found)
+
+
+def test_two_processes_give_the_same_result(tmp_path: Path) -> None:
+    from bayesify.files import read_tensors
+
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    subprocess.run([sys.executable, "-c", script(tmp_path / "a", one)], check=True)
+    file = tmp_path / "train.py"
+    file.write_text(script(tmp_path / "b", two))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc_per_node", "2", str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (expected, a), (found, b) = read_tensors(one), read_tensors(two)
+    assert a["steps"] == b["steps"]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_a_finished_fit_is_not_done_again(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader, tmp_path: Path
+) -> None:
+    def run() -> tuple[bayesify.training.FitResult, dict[str, Tensor]]:
+        bnn = bayesify.convert(trained, METHOD)
+        return (
+            bnn.fit(
+                loader, validation=validation, checkpoint=tmp_path / "fit", progress=False
+            ),
+            values(bnn),
+        )
+
+    first, second = run(), run()
+    assert first[0] == second[0]
+    assert same(first[1], second[1])
+
+
+def test_a_checkpoint_of_another_fit_is_refused(
+    bnn: bayesify.BayesianModel, loader: DataLoader, validation: DataLoader, tmp_path: Path
+) -> None:
+    file = tmp_path / "fit"
+    bnn.fit(loader, validation=validation, checkpoint=file, progress=False)
+    before = file.read_bytes()
+    with pytest.raises(SettingError, match="of another fit"):
+        bnn.fit(loader, validation=validation, checkpoint=file, seed=1, progress=False)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"{}"])
+def test_a_damaged_checkpoint_is_an_error(
+    bnn: bayesify.BayesianModel, loader: DataLoader, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "fit"
+    file.write_bytes(content)
+    before = values(bnn)
+    with pytest.raises(CorruptFileError, match="truncated|damaged"):
+        bnn.fit(loader, validation=list(loader), checkpoint=file, progress=False)
+    assert same(before, values(bnn))
+    assert file.read_bytes() == content
