@@ -44,7 +44,9 @@ def _torchvision(name: str, example: Callable[[], Any], **settings: Any) -> Arch
         source = models
         for part in name.split(".")[:-1]:
             source = getattr(source, part)
-        return getattr(source, name.split(".")[-1])(weights=None, num_classes=5, **settings)
+        return getattr(source, name.rsplit(".", maxsplit=1)[-1])(
+            weights=None, num_classes=5, **settings
+        )
 
     return Architecture(f"torchvision-{name}", build, example)
 
@@ -168,7 +170,6 @@ class Returns(nn.Module):
         if self.how == "dict":
             return {"logits": logits, "hidden": x, "note": "text"}
         return (logits, x)
-
 
 
 def _vector() -> Tensor:

@@ -83,7 +83,9 @@ def trained(stripes: tuple[Tensor, Tensor]) -> nn.Module:
 
 @pytest.fixture
 def loader(stripes: tuple[Tensor, Tensor]) -> DataLoader:
-    return DataLoader(TensorDataset(stripes[0][:300], stripes[1][:300]), batch_size=50, shuffle=True)
+    return DataLoader(
+        TensorDataset(stripes[0][:300], stripes[1][:300]), batch_size=50, shuffle=True
+    )
 
 
 @pytest.fixture

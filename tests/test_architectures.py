@@ -1,4 +1,4 @@
-"""More than thirty real architectures convert, run vectorised as looped, and come back from disk."""
+"""Real architectures convert, run vectorised as looped, and come back from disk."""
 
 import warnings
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
 
 import bayesify
+from architectures import ARCHITECTURES, Architecture
 from bayesify import ABNN, BayesifyWarning
 from bayesify.batches import as_inputs
 

@@ -30,9 +30,7 @@ import torch
 assert not torch.cuda.is_initialized()
 sys.exit(", ".join(loaded) or None)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -20,9 +20,7 @@ def test_classification() -> None:
     expected = functional.cross_entropy(logits, target, reduction="none")
     torch.testing.assert_close(likelihood.loss(logits, target), expected)
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    torch.testing.assert_close(
-        likelihood.loss(logits, target, weight), expected * weight[target]
-    )
+    torch.testing.assert_close(likelihood.loss(logits, target, weight), expected * weight[target])
     torch.testing.assert_close(likelihood.nll(averages(likelihood, logits[None]), target), expected)
 
 

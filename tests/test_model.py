@@ -118,7 +118,9 @@ def test_several_inputs() -> None:
         (iter([]), "loader is empty"),
     ],
 )
-def test_bad_inputs(cnn: nn.Module, x: object, match: str, untouched: Callable[..., object]) -> None:
+def test_bad_inputs(
+    cnn: nn.Module, x: object, match: str, untouched: Callable[..., object]
+) -> None:
     bnn = bayesify.convert(cnn)
     with untouched(cnn), pytest.raises(DataError, match=match):
         bnn.predict(x)
@@ -180,9 +182,7 @@ def test_evaluate(cnn: nn.Module, images: Tensor) -> None:
     p = bnn.predict(images)
     assert report.examples == 12
     assert report.accuracy == pytest.approx((p.label == y).float().mean().item())
-    assert report.nll == pytest.approx(
-        -p.probs.gather(1, y[:, None]).log().mean().item(), abs=1e-5
-    )
+    assert report.nll == pytest.approx(-p.probs.gather(1, y[:, None]).log().mean().item(), abs=1e-5)
     truth = nn.functional.one_hot(y, 4)
     assert report.brier == pytest.approx((p.probs - truth).square().sum(1).mean().item(), abs=1e-5)
     assert 0 <= report.ood["noise"].auroc <= 1

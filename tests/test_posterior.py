@@ -34,7 +34,9 @@ def test_a_draw_depends_on_seed_and_index_alone(seed: int, indices: list[int]) -
 
 
 def test_draws_are_the_same_in_another_process() -> None:
-    code = "from bayesify.posterior import normals; print(normals({'w': (2,)}, seed=5, indices=[7]))"
+    code = (
+        "from bayesify.posterior import normals; print(normals({'w': (2,)}, seed=5, indices=[7]))"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == str(normals({"w": (2,)}, seed=5, indices=[7]))
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from architectures import Shared, ZeroCentredRMSNorm
 from torch import Tensor, nn
 
 import bayesify
+from architectures import Shared, ZeroCentredRMSNorm
 from bayesify import ABNN, NothingToRandomiseError, SettingError, UnknownSiteError
 from bayesify.sites import find_norms, select, slots
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import Recurrent
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import bayesify
+from architectures import Recurrent
 from bayesify import (
     ABNN,
     BayesifyWarning,
@@ -68,7 +68,7 @@ def test_only_the_posterior_trains(bnn: bayesify.BayesianModel, loader: DataLoad
     before = values(bnn)
     bnn.fit(loader, epochs=1, validation=list(loader), progress=False)
     assert same(frozen, bnn.network.state_dict())
-    assert set(before) == {name for name in bnn.trainable()}
+    assert set(before) == set(bnn.trainable())
     assert not same(before, values(bnn))
     assert all(parameter.grad is None for parameter in bnn.parameters())
 
@@ -79,7 +79,9 @@ def test_members_come_to_differ(bnn: bayesify.BayesianModel, loader: DataLoader)
         assert not torch.equal(value[0], value[1]), name
 
 
-def test_one_seed_one_result(trained: nn.Module, loader: DataLoader, validation: DataLoader) -> None:
+def test_one_seed_one_result(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader
+) -> None:
     def jitter(x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn_like(x)
 
@@ -181,7 +183,9 @@ def test_gradients_are_those_of_the_papers_loss(
         def step(self, closure: object = None) -> None:
             steps.update({n: p.grad.clone() for n, p in bnn.trainable().items()})
 
-    monkeypatch.setattr(ABNN, "optimizer", lambda self, posterior: Plain(posterior.parameters(), 0.1))
+    monkeypatch.setattr(
+        ABNN, "optimizer", lambda self, posterior: Plain(posterior.parameters(), 0.1)
+    )
     bnn.fit([(x, y)], validation=[(x, y)], progress=False, seed=4)
     for member in range(2):
         weight = method.class_weights(member, 4, 4)
@@ -270,9 +274,7 @@ def test_a_tenth_is_held_out_and_never_trained_on(loader: DataLoader) -> None:
         seen = torch.cat([x for x, _ in rest])
     held_rows = set(range(300)) - set(rest.dataset.indices)
     originals = loader.dataset.tensors[0]
-    assert not any(
-        torch.equal(originals[row], image) for row in held_rows for image in seen
-    )
+    assert not any(torch.equal(originals[row], image) for row in held_rows for image in seen)
 
 
 def test_loaders_that_cannot_be_split_lose_their_first_batches() -> None:
@@ -355,7 +357,8 @@ result = bnn.fit(Slow(), epochs=2, validation=[(x[:50], y[:50])], checkpoint={ch
 from bayesify.files import write_tensors
 from pathlib import Path
 if int(os.environ.get("RANK", 0)) == 0:
-    write_tensors(Path({out!r}), bnn.posterior.tensors(), {{"steps": result.steps, "nll": result.nll}})
+    found = {{"steps": result.steps, "nll": result.nll}}
+    write_tensors(Path({out!r}), bnn.posterior.tensors(), found)
 """
 
 
@@ -417,9 +420,7 @@ def test_a_finished_fit_is_not_done_again(
     def run() -> tuple[bayesify.training.FitResult, dict[str, Tensor]]:
         bnn = bayesify.convert(trained, METHOD)
         return (
-            bnn.fit(
-                loader, validation=validation, checkpoint=tmp_path / "fit", progress=False
-            ),
+            bnn.fit(loader, validation=validation, checkpoint=tmp_path / "fit", progress=False),
             values(bnn),
         )
 
