@@ -53,6 +53,10 @@ class Search:
     noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
     through the lowest three. The search sees a part of the data; the choice between its result and
     no noise at all sees everything.
+
+    Noise and temperature can stand in for each other: strong noise with draws sharpened to mere
+    votes is as likely as less noise with draws that know doubt, and tells strange inputs apart
+    worse. So with noise the temperature is at least 1, or what the network itself asks for.
     """
 
     def __init__(
@@ -62,18 +66,20 @@ class Search:
         self.batches = collect(loader, seed, most=MOST_EXAMPLES).batches
         self.draws = draws
         self.seed = seed
+        self.coldest = 0.0
         self.evaluations = 0
 
     def run(self) -> Calibration:
         """Searches; the model is left with the noise it had."""
         before = self.model.noise
+        self.model.estimate_noise(self.batches)
         try:
-            best = min(
-                (self._try(noise, everything=True) for noise in (0.0, self._search(before))),
-                key=lambda trial: trial.nll,
-            )
+            quiet = self._try(0.0, everything=True)
+            self.coldest = min(1.0, quiet.temperature)
+            noisy = self._try(self._search(before), everything=True)
         finally:
             self.model.noise = before
+        best = min(quiet, noisy, key=lambda trial: trial.nll)
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
     def _search(self, start: float) -> float:
@@ -112,7 +118,7 @@ class Search:
             if kept > LARGEST_OUTPUT or (not everything and seen >= SEARCH_EXAMPLES):
                 break
         temperature, nll = best_temperature(
-            self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets)
+            self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets), self.coldest
         )
         return _Trial(noise, temperature, nll)
 
@@ -129,9 +135,9 @@ class Search:
 
 
 def best_temperature(
-    likelihood: "Likelihood", outputs: Tensor, target: Tensor
+    likelihood: "Likelihood", outputs: Tensor, target: Tensor, coldest: float = 0.0
 ) -> tuple[float, float]:
-    """The temperature with the lowest NLL for stacked outputs, and that NLL.
+    """The temperature, at least `coldest`, with the lowest NLL for stacked outputs, and that NLL.
 
     A prior log T ~ N(0, 0.5^2) counts as much as a few examples do. Without it, a small set on
     which some draw is always right asks for T near 0: every draw becomes a vote that knows no
@@ -147,7 +153,8 @@ def best_temperature(
     def penalised(log_temperature: float) -> float:
         return nll(log_temperature) + (log_temperature / TEMPERATURE_SPREAD) ** 2 / 2 / len(target)
 
-    found = minimize_scalar(penalised, bounds=(math.log(0.02), math.log(50)), method="bounded")
+    bounds = (math.log(max(coldest, 0.02)), math.log(50))
+    found = minimize_scalar(penalised, bounds=bounds, method="bounded")
     if nll(0.0) <= found.fun:
         return 1.0, nll(0.0)
     return math.exp(found.x), nll(found.x)

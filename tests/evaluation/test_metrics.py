@@ -65,6 +65,12 @@ def test_calibration_error(seed: int, count: int) -> None:
     assert calibration_error(confidence, correct) == pytest.approx(expected, abs=1e-5)
 
 
+def test_confidence_that_rounds_above_one_is_not_a_logit() -> None:
+    confidence = torch.tensor([1.0000001, 0.9, 0.9])
+    correct = torch.tensor([True, True, True])
+    assert calibration_error(confidence, correct) == pytest.approx(0.2 / 3, abs=1e-6)
+
+
 def test_brier_agrees_with_scikit_learn() -> None:
     probs, target = torch.rand(50), torch.randint(0, 2, (50,))
     two = torch.stack([1 - probs, probs], 1)
