@@ -342,17 +342,20 @@ class BayesianModel(nn.Module):
     ) -> tuple[float, float | None]:
         """Mean NLL of labelled batches and, for classes, accuracy."""
         losses, hits = [], []
-        with torch.no_grad():
-            for inputs, target in batches:
-                outputs = self.outputs(inputs.to(self.device), draws=draws, seed=seed)
-                first = next(outputs)
-                wanted = self.likelihood.target(target, first[0])
-                prediction = self._summarise(_chain(first, outputs), draws, keep_draws=False)
-                losses.append(self.likelihood.nll(prediction.averages, wanted))
-                if self.likelihood.kind == "classes":
-                    hits.append((prediction.label == wanted).float().flatten())
+        for inputs, target in batches:
+            prediction = self.predict(inputs, draws=draws, seed=seed)
+            wanted = self.target_for(prediction, target)
+            losses.append(self.likelihood.nll(prediction.averages, wanted))
+            if self.likelihood.kind == "classes":
+                hits.append((prediction.label == wanted).float().flatten())
         accuracy = torch.cat(hits).mean().item() if hits else None
         return torch.cat(losses).mean().item(), accuracy
+
+    def target_for(self, prediction: Prediction, target: Any) -> Tensor:
+        """A target checked against a prediction, and brought into form."""
+        values = prediction.kind == "values"
+        output = prediction.mean.unsqueeze(1) if values else prediction.probs
+        return self.likelihood.target(target, output)
 
     def estimate_noise(self, batches: Iterable[tuple[Inputs, Any]]) -> None:
         """Sets a regression's noise level to the network's own error, where it is to be learned."""
@@ -429,20 +432,10 @@ class BayesianModel(nn.Module):
                 sums[name] = sums[name] + total if name in sums else total
             if keep_draws:
                 kept.append(next(iter(statistics.values())))
-        bad = (
-            torch.isnan(sums["aleatoric"]).flatten(1)
-            if sums["aleatoric"].ndim > 1
-            else torch.isnan(sums["aleatoric"])[:, None]
-        )
+        bad = torch.isnan(sums["aleatoric"]).reshape(len(sums["aleatoric"]), -1).any(1)
         if bad.any():
-            row = int(bad.any(1).nonzero()[0])
             raise NonFiniteError(
-                f"the network gives NaN for {int(bad.any(1).sum())} of {len(bad)} examples, the "
-                f"first at position {row} of its batch. Try less noise, or full precision."
+                f"the network gives NaN for {int(bad.sum())} of {len(bad)} examples, the first at "
+                f"position {int(bad.nonzero()[0])} of its batch. Try less noise, or full precision."
             )
         return Prediction(self.likelihood.kind, sums, torch.cat(kept) if kept else None)
-
-
-def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield first
-    yield from rest

@@ -89,13 +89,10 @@ def evaluate(
 def measure(model: "BayesianModel", prediction: Prediction, target: Any) -> dict[str, Tensor]:
     """What one batch adds to the measures: numbers an example, or a pixel."""
     likelihood = model.likelihood
-    averages = prediction.averages
+    target = model.target_for(prediction, target)
+    nll = likelihood.nll(prediction.averages, target)
     if likelihood.kind == "values":
-        target = likelihood.target(target, averages["mean"].unsqueeze(1))
-        error = (prediction.mean - target).square().flatten()
-        return {"nll": likelihood.nll(averages, target), "square": error}
-    target = likelihood.target(target, prediction.probs)
-    nll = likelihood.nll(averages, target)
+        return {"nll": nll, "square": (prediction.mean - target).square().flatten()}
     correct = prediction.label == target
     if likelihood.kind == "labels":
         gap = (prediction.probs - target).square()
