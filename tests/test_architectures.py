@@ -1,4 +1,4 @@
-"""Real architectures convert, run vectorised as looped, and come back from disk."""
+"""The battery, methods x networks: convert, run vectorised as looped, come back from disk."""
 
 import warnings
 from collections.abc import Callable
@@ -9,17 +9,20 @@ import torch
 
 import bayesify
 from architectures import ARCHITECTURES, Architecture
-from bayesify import ABNN, BayesifyWarning
+from bayesify import ABNN, BayesifyWarning, Method
 from bayesify.batches import as_inputs
+
+METHODS = [ABNN(members=2, draws=4, noise=0.2)]
 
 
 def test_there_are_more_than_thirty() -> None:
     assert len(ARCHITECTURES) >= 30
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
 def test_architecture(
-    architecture: Architecture, tmp_path: Path, untouched: Callable[..., object]
+    architecture: Architecture, method: Method, tmp_path: Path, untouched: Callable[..., object]
 ) -> None:
     torch.manual_seed(0)
     network = architecture.build().eval()
@@ -29,11 +32,7 @@ def test_architecture(
                 parameter.normal_(0, 0.1)
     x = architecture.example()
     with untouched(network):
-        bnn = bayesify.convert(
-            network,
-            ABNN(members=2, draws=4, noise=0.2),
-            likelihood=architecture.likelihood,
-        )
+        bnn = bayesify.convert(network, method, likelihood=architecture.likelihood)
         bnn.strategy = "looped"
         looped = bnn.predict(x, keep_draws=True)
         bnn.strategy = "vectorised"

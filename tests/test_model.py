@@ -1,5 +1,6 @@
 import copy
 import math
+from collections import UserDict
 from collections.abc import Callable
 
 import pytest
@@ -82,10 +83,14 @@ def test_predict_takes_what_users_have(cnn: nn.Module, images: Tensor) -> None:
         DataLoader(TensorDataset(images), 4),
         (batch for batch in images.split(4)),
         iter([{"input": part, "labels": None} for part in images.split(4)]),
+        [(part, None) for part in images.split(4)],
     ):
         assert torch.equal(bnn.predict(x, batch_size=4).probs, expected)
     assert torch.equal(bnn.predict((images,), batch_size=4).probs, expected)
-    assert torch.equal(bnn.predict({"input": images}, batch_size=4).probs, expected)
+    assert torch.equal(bnn.predict([images], batch_size=4).probs, expected)
+    for mapping in (dict, UserDict):  # transformers hand over a UserDict
+        keywords = mapping({"input": images, "labels": None})
+        assert torch.equal(bnn.predict(keywords, batch_size=4).probs, expected)
 
 
 def test_several_inputs() -> None:

@@ -106,6 +106,13 @@ def as_inputs(x: Any) -> Inputs:
     return inputs
 
 
+def is_loader(x: Any) -> bool:
+    """Whether something yields batches, rather than being one."""
+    if isinstance(x, Tensor | Mapping | tuple | str | Inputs) or not isinstance(x, Iterable):
+        return False
+    return not (isinstance(x, list) and any(isinstance(item, Tensor) for item in x))
+
+
 def split_batch(batch: Any) -> tuple[Inputs, Any]:
     """Separates a loader's batch into inputs and target; the target is None where there is none."""
     if isinstance(batch, Mapping):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.augmentation import Augment
-from bayesify.batches import Inputs, as_inputs, split_batch
+from bayesify.batches import Inputs, as_inputs, is_loader, split_batch
 from bayesify.calibration import Calibration, Search
 from bayesify.errors import DataError, NonFiniteError, SettingError, WrongNetworkError
 from bayesify.files import fingerprint
@@ -282,7 +282,7 @@ class BayesianModel(nn.Module):
                     )
                     yield self._summarise(outputs, count, keep_draws)
 
-            if isinstance(x, Tensor | dict | tuple | list | Inputs) or not isinstance(x, Iterable):
+            if not is_loader(x):
                 return Prediction.cat(list(parts(as_inputs(x))))
             predictions = [p.to("cpu") for batch in x for p in parts(split_batch(batch)[0])]
         if not predictions:
