@@ -51,6 +51,7 @@ def convert(
         UnsupportedNetworkError: If the network cannot be copied.
 
     Example:
+        >>> from bayesify import ABNN
         >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
         >>> bnn = convert(network, ABNN(noise=0.2))
         >>> bnn.predict(torch.zeros(5, 4)).probs.shape
