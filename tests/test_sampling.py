@@ -145,8 +145,24 @@ def test_a_loop_is_taken_where_vmap_cannot_go_and_said_once(images: Tensor) -> N
     with pytest.warns(BayesifyWarning, match="one after another") as said:
         first = bnn.predict(images)
     again = bnn.predict(images)
+    bnn.predict(torch.randn(2, 1, 9, 9))
     assert len(said) == 1
     assert torch.equal(first.probs, again.probs)
+
+
+def test_vmap_is_tried_once(
+    cnn: nn.Module, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bnn = bayesify.convert(cnn)
+    bnn.strategy = "vectorised"
+    tries = []
+    find = Runner._vmap_failure
+    monkeypatch.setattr(
+        Runner, "_vmap_failure", lambda *args, **more: tries.append(1) or find(*args, **more)
+    )
+    for _ in range(3):
+        bnn.predict(images)
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("strategy", ["auto", "vectorised", "looped"])

@@ -159,6 +159,7 @@ class BayesianModel(nn.Module):
 
     def forward(self, x: Any, *, draws: int | None = None, seed: int = 0) -> Tensor:
         """The predictive log-probabilities, or mean, differentiable in inputs and parameters."""
+        self._require_unchanged()
         inputs = as_inputs(x).to(self.device)
         outputs = torch.cat(list(self.outputs(inputs, draws=draws, seed=seed)))
         return self.likelihood.predictive(self.likelihood.temper(outputs, self.temperature))

@@ -82,9 +82,6 @@ class Replicas:
         network: nn.Module = self._local.network
         return network
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Replicas":
-        return Replicas(copy.deepcopy(self.network, memo))
-
 
 class Runner:
     """Runs a network at draws.
@@ -108,7 +105,7 @@ class Runner:
         self.read = read
         self.shares_trunk = shares_trunk
         self.strategy = strategy
-        self._no_vmap: set[tuple[bool, bool]] = set()
+        self._vmaps: dict[tuple[bool, bool, str], bool] = {}
         self._bytes: dict[str, int] = {}
 
     def plain(self, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
@@ -178,34 +175,37 @@ class Runner:
         return self._bytes[shape]
 
     def can_vectorise(self, draws: Draws, inputs: Inputs, *, paired: bool = False) -> bool:
-        """Whether the network has a vmap rule, found out by trying it once on two examples."""
-        situation = (paired, torch.is_autocast_enabled(_device_type(draws)))
-        if situation in self._no_vmap:
-            return False
+        """Whether the network has a vmap rule, found out by trying once for each kind of input."""
         example = inputs[: 2 if paired else 1]
-        if paired:
-            example = example.map_batched(lambda t: t.unsqueeze(1))
-        trial = {name: value[torch.arange(2) % len(value)] for name, value in draws.items()}
+        autocast = torch.is_autocast_enabled(_device_type(draws))
+        situation = (paired, autocast, example.describe())
+        if situation not in self._vmaps:
+            failure = self._vmap_failure(draws, example, paired=paired)
+            if failure and self.strategy != "looped" and all(self._vmaps.values()):
+                warnings.warn(
+                    f"{type(self.replicas.network).__name__} cannot be vectorised over "
+                    f"{'examples' if paired else 'draws'} ({failure}): draws run one after "
+                    f"another, with the same results.",
+                    BayesifyWarning,
+                    stacklevel=2,
+                )
+            self._vmaps[situation] = not failure
+        return self._vmaps[situation]
+
+    def _vmap_failure(self, draws: Draws, example: Inputs, *, paired: bool) -> str:
+        """Why two draws cannot run vectorised; empty if they can."""
+        two = {name: value[torch.arange(2) % len(value)] for name, value in draws.items()}
+        groups = example.map_batched(lambda t: t.unsqueeze(1)) if paired else example
         try:
             with torch.no_grad():
-                self._vectorised(trial, example, paired=paired)
+                self._vectorised(two, groups, paired=paired)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             # If the plain network fails as well, the input is to blame and this raises.
-            self.plain({name: value[0] for name, value in draws.items()}, inputs[:1])
-            self._no_vmap.add(situation)
-            if self.strategy != "looped":
-                reason = str(error).strip().splitlines()[0][:200]
-                warnings.warn(
-                    f"{type(self.replicas.network).__name__} cannot be vectorised over "
-                    f"{'examples' if paired else 'draws'} ({reason}): draws run one after another, "
-                    f"with the same results.",
-                    BayesifyWarning,
-                    stacklevel=2,
-                )
-            return False
-        return True
+            self.plain({name: value[0] for name, value in draws.items()}, example[:1])
+            return str(error).strip().splitlines()[0][:200]
+        return ""
 
     def _vectorised(self, draws: Draws, inputs: Inputs, *, paired: bool) -> Tensor:
         network = self.replicas.get()
