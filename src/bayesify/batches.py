@@ -24,10 +24,14 @@ class Inputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor)]
+
     def __len__(self) -> int:
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor) and value.ndim > 0:
-                return value.shape[0]
+        for tensor in self.tensors():
+            if tensor.ndim > 0:
+                return tensor.shape[0]
         raise DataError(
             f"a batch must hold a tensor with a leading batch dimension, and has only "
             f"{self.describe()}."

@@ -377,9 +377,8 @@ class Fit:
 
 
 def _augmented(inputs: Inputs, augment: Augment, seed: int) -> Inputs:
-    first = next(
-        value for value in (*inputs.args, *inputs.kwargs.values()) if torch.is_tensor(value)
-    )
+    """Inputs whose first tensor is augmented."""
+    first = inputs.tensors()[0]
     with seeded(seed):
         return inputs.map(lambda t: augment(t) if t is first else t)
 

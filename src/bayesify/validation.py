@@ -173,16 +173,14 @@ def _first(batches: Iterator[tuple[Inputs, Any]], most: int) -> Iterator[tuple[I
         inputs.require_finite()
         yield inputs, target
         examples += len(inputs)
-        tensors: list[Tensor] = []
-        inputs.map(lambda t, seen=tensors: seen.append(t) or t)  # type: ignore[misc]
-        size += sum(tensor.nbytes for tensor in tensors)
+        size += sum(tensor.nbytes for tensor in inputs.tensors())
         if examples >= most or size >= MOST_BYTES:
             return
 
 
 def _strong(inputs: Inputs) -> Inputs:
     """Images under strong augmentation; anything else as it is."""
-    images = [t for t in inputs.args if isinstance(t, Tensor) and t.is_floating_point()]
+    images = [t for t in inputs.tensors() if t.is_floating_point()]
     if len(images) != 1 or images[0].ndim != 4 or min(images[0].shape[2:]) < 4:
         return inputs
     return inputs.map(lambda t: augmentation.strong(t) if t is images[0] else t)
