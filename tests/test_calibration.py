@@ -112,3 +112,12 @@ def test_regression_noise_is_found() -> None:
     bnn.calibrate([(x, y)])
     assert bnn.predict(x).std.mean().item() == pytest.approx(0.3, abs=0.02)
     assert bnn.evaluate([(x, y)]).rmse == pytest.approx(0.3, abs=0.02)
+
+
+def test_a_failure_leaves_a_regression_as_it_was() -> None:
+    network = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 1)).eval()
+    bnn = bayesify.convert(network, ABNN(noise=0.2), likelihood="regression")
+    with pytest.raises(bayesify.DataError, match="NaN"):
+        bnn.calibrate([(torch.randn(4, 3), torch.full((4, 1), torch.nan))])
+    assert bnn.noise == 0.2
+    assert bnn.likelihood.log_variance.item() == 0

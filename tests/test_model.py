@@ -39,10 +39,6 @@ def test_nothing_done_to_the_bnn_reaches_the_original(
         assert not any(module.training for module in bnn.network.modules())
 
 
-def test_meta_device_move_is_the_users_affair(cnn: nn.Module) -> None:
-    assert bayesify.convert(cnn).to("cpu").device == torch.device("cpu")
-
-
 def test_state_holds_the_posterior_only(cnn: nn.Module) -> None:
     bnn = bayesify.convert(cnn, ABNN(members=2, draws=4))
     assert set(bnn.state_dict()) == {

@@ -366,13 +366,15 @@ class BayesianModel(nn.Module):
             return
         noise, self.noise = self.noise, 0.0
         squares = []
-        with torch.no_grad():
-            for inputs, target in batches:
-                output = next(self.outputs(inputs.to(self.device), draws=self.method.components))
-                wanted = self.likelihood.target(target, output[0])
-                squares.append((output[0][:, 0] - wanted).square().flatten())
-            level.copy_(torch.cat(squares).mean().clamp_min(1e-12).log())
-        self.noise = noise
+        try:
+            with torch.no_grad():
+                for inputs, target in batches:
+                    prediction = self.predict(inputs, draws=self.method.components)
+                    wanted = self.target_for(prediction, target)
+                    squares.append((prediction.mean - wanted).square().flatten())
+                level.copy_(torch.cat(squares).mean().clamp_min(1e-12).log())
+        finally:
+            self.noise = noise
 
     # The private network
 
