@@ -14,9 +14,10 @@ HEAVY = [
 
 # What stands higher never imports what stands lower, at the top of a file.
 ORDER = [
-    "errors", "sites", "posterior", "methods.method", "methods.abnn", "methods", "batches",
+    "errors", "sites", "gates", "posterior", "methods.method", "methods.abnn",
+    "methods.bayes_adapter", "methods.ibnn", "methods", "batches",
     "likelihood", "sampling", "plan", "prediction", "files", "augmentation", "validation",
-    "training", "calibration", "model", "evaluation", "evaluation.metrics", "evaluation.report",
+    "outliers", "training", "calibration", "model", "evaluation", "evaluation.metrics", "evaluation.report",
     "evaluation.plots", "io", "zoo", "data", "demo", "cli",
 ]  # fmt: skip
 

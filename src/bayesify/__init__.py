@@ -15,7 +15,7 @@ from bayesify.errors import (
 )
 from bayesify.io import load
 from bayesify.likelihood import Binary, Classification, Likelihood, Multilabel, Regression
-from bayesify.methods import ABNN, Method
+from bayesify.methods import ABNN, IBNN, BayesAdapter, Method
 from bayesify.model import BayesianModel, convert
 from bayesify.plan import Plan, plan
 from bayesify.prediction import Prediction
@@ -24,6 +24,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ABNN",
+    "IBNN",
+    "BayesAdapter",
     "BayesianModel",
     "BayesifyError",
     "BayesifyWarning",

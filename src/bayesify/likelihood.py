@@ -67,6 +67,13 @@ class Likelihood(nn.Module, ABC):
     def statistics(self, outputs: Tensor) -> Averages:
         """Quantities of each draw `[S, B, ...]` whose averages over draws make the prediction."""
 
+    def mutual_information(self, outputs: Tensor) -> Tensor:  # noqa: ARG002
+        """How much draws disagree about each example, in nats, `[B]`, differentiable."""
+        raise SettingError(
+            f"{type(self).__name__} has no mutual information to train on: training on OOD data "
+            f"needs likelihood='classification', 'binary' or 'multilabel'."
+        )
+
     @abstractmethod
     def nll(self, averages: Averages, target: Tensor) -> Tensor:
         """Negative log-likelihood of each example under the averaged prediction, `[B]`."""
@@ -146,6 +153,12 @@ class Classification(Likelihood):
         probs = log_probs.exp()
         # A probability of 0 has no share in the entropy, though its logarithm is infinite.
         return {"probs": probs, "aleatoric": -(probs * log_probs.clamp_min(-1e4)).sum(2)}
+
+    def mutual_information(self, outputs: Tensor) -> Tensor:
+        """Entropy of the mean probabilities, less the draws' mean entropy."""
+        averages = {name: value.mean(0) for name, value in self.statistics(outputs).items()}
+        total = _entropy(averages["probs"]).sum(1)
+        return (total - averages["aleatoric"]).reshape(len(total), -1).mean(1)
 
     def nll(self, averages: Averages, target: Tensor) -> Tensor:
         """-log of the mean probability of the target."""
@@ -227,6 +240,11 @@ class Multilabel(Likelihood):
         outputs = outputs.float()
         probs = torch.sigmoid(outputs)
         return {"probs": probs, "aleatoric": _binary_entropy(probs)}
+
+    def mutual_information(self, outputs: Tensor) -> Tensor:
+        """Of each label, averaged over labels."""
+        averages = {name: value.mean(0) for name, value in self.statistics(outputs).items()}
+        return (_binary_entropy(averages["probs"]) - averages["aleatoric"]).flatten(1).mean(1)
 
     def nll(self, averages: Averages, target: Tensor) -> Tensor:
         """Of the mean probabilities, averaged over labels."""
@@ -377,7 +395,12 @@ def find_tensor(output: Any) -> Tensor:
 
 
 def _binary_entropy(probs: Tensor) -> Tensor:
-    return torch.special.entr(probs) + torch.special.entr(1 - probs)
+    return _entropy(probs) + _entropy(1 - probs)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    """-p log p, which is 0 at 0 and has a finite gradient there."""
+    return -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def _gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from bayesify.errors import DataError, NonFiniteError, SettingError, WrongNetwor
 from bayesify.files import fingerprint
 from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
 from bayesify.methods import Method
+from bayesify.outliers import Normalisation, Outliers
 from bayesify.plan import plan
 from bayesify.prediction import Prediction
 from bayesify.sampling import Runner, private_copy
-from bayesify.sites import Site, Where
+from bayesify.sites import Site, Where, find_statistics, named_tensors
 from bayesify.training import Fit, FitResult
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ def convert(
     """
     planned = plan(model, method, where=where, example=example)
     return BayesianModel(
-        private_copy(model),
+        planned.network,
         planned.method,
         planned.sites,
         copy.deepcopy(as_likelihood(likelihood)),
-        shares_trunk=planned.sites[0].name != planned.candidates[0],
+        shares_trunk=planned.shares_trunk,
     )
 
 
@@ -74,7 +75,7 @@ class BayesianModel(nn.Module):
     copy in eval mode, which nothing that is done to this object changes in the original.
 
     Args:
-        network: A private copy of the network.
+        network: A private copy of the network, with the gates that the method needs.
         method: The method.
         sites: What is random.
         likelihood: What the output means.
@@ -98,10 +99,11 @@ class BayesianModel(nn.Module):
         self.method = method
         self.sites = tuple(sites)
         self.likelihood = likelihood
-        anchor = dict(network.named_parameters())
-        self.posterior = method.posterior(sites, anchor)
+        self.posterior = method.posterior(sites, named_tensors(network))
+        if method.adapts_statistics:
+            self.posterior.adopt_statistics(find_statistics(network))
         if isinstance(likelihood, Regression):
-            likelihood.to(anchor[sites[0].name])
+            likelihood.to(next(network.parameters()))
         self.temperature = 1.0
         self._shares_trunk = shares_trunk
         self._fingerprint: str | None = None
@@ -134,7 +136,7 @@ class BayesianModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return next(self.posterior.parameters()).device
+        return next(self.network.parameters()).device
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """All that `fit` trains, by name."""
@@ -179,7 +181,9 @@ class BayesianModel(nn.Module):
         progress: bool = True,
         precision: str | None = None,
         groups: int | None = None,
+        accumulate: int = 1,
         validations: int = 4,
+        normalisation: Normalisation | None = None,
     ) -> FitResult:
         """Trains the posterior's own parameters and keeps the best state by held-out likelihood.
 
@@ -199,24 +203,33 @@ class BayesianModel(nn.Module):
             seed: Decides order, augmentation and noise: one seed, one result.
             progress: Shows a progress bar.
             precision: "bf16" or "fp16" runs the network in mixed precision.
-            groups: Draws a batch; None gives every example a draw of its own, if vmap allows.
+            groups: Draws a batch, each for its part of it. By default the method chooses: a draw
+                for every example where that is cheap and the network can be vectorised so.
+            accumulate: Runs a batch in that many parts, with the same result and less memory.
             validations: How often held-out data is looked at.
+            normalisation: Mean and standard deviation of each channel by which images were
+                normalised, for methods that add noise in pixel units.
 
         Raises:
             DataError: If the data cannot be used.
             NonFiniteError: If the loss stops being finite; the best state so far is kept.
         """
-        if ood is not None:
+        if ood is not None and not self.method.takes_ood:
             raise SettingError(
                 f"{type(self.method).__name__} does not train on OOD data: drop ood=."
             )
         self._require_unchanged()
+        radius = self.method.noise_radius()
+        outliers = None
+        if ood is not None or radius:
+            outliers = Outliers(radius, ood, normalisation)
         return Fit(
             self,
             loader,
             epochs=epochs,
             validation=validation,
             augment=augment,
+            outliers=outliers,
             num_examples=num_examples,
             checkpoint=checkpoint,
             checkpoint_seconds=checkpoint_seconds,
@@ -224,6 +237,7 @@ class BayesianModel(nn.Module):
             progress=progress,
             precision=precision,
             groups=groups,
+            accumulate=accumulate,
             validations=validations,
         ).run()
 
@@ -282,7 +296,7 @@ class BayesianModel(nn.Module):
                     outputs = self.runner.outputs(
                         drawn, part.to(self.device), memory_budget=memory_budget
                     )
-                    yield self._summarise(outputs, count, keep_draws)
+                    yield self._summarise(outputs, keep_draws)
 
             if not is_loader(x):
                 return Prediction.cat(list(parts(as_inputs(x))))
@@ -319,9 +333,11 @@ class BayesianModel(nn.Module):
         self._require_unchanged()
         network = private_copy(self.network, share=False)
         with torch.no_grad():
-            for name, value in self.posterior.draws(seed, [index]).items():
+            draw = {name: value[0] for name, value in self.posterior.draws(seed, [index]).items()}
+            for name, value in {**self.posterior.shared(), **draw}.items():
                 for place in self.runner.slots[name]:
-                    network.get_parameter(place).copy_(value[0])
+                    module, _, attribute = place.rpartition(".")
+                    getattr(network.get_submodule(module), attribute).copy_(value)
         return network
 
     def save(self, path: str | Path) -> None:
@@ -406,7 +422,11 @@ class BayesianModel(nn.Module):
     def _network_changed(self) -> None:
         strategy = self.strategy if hasattr(self, "runner") else "auto"
         self.runner = Runner(
-            self.network, self.likelihood.read, shares_trunk=self._shares_trunk, strategy=strategy
+            self.network,
+            self.likelihood.read,
+            self.posterior.shared,
+            shares_trunk=self._shares_trunk,
+            strategy=strategy,
         )
         self._versions = self._weight_versions()
 
@@ -424,18 +444,21 @@ class BayesianModel(nn.Module):
     def _draws(self, draws: int | None) -> int:
         return self.method.draws if draws is None else self.method.check_draws(draws)
 
-    def _summarise(self, outputs: Iterable[Tensor], count: int, keep_draws: bool) -> Prediction:
+    def _summarise(self, outputs: Iterable[Tensor], keep_draws: bool) -> Prediction:
         """Averages statistics over draws as they come."""
         sums: Averages = {}
         kept = []
+        count = 0
         for output in outputs:
+            count += len(output)
             tempered = self.likelihood.temper(output, self.temperature)
             statistics = self.likelihood.statistics(tempered)
             for name, value in statistics.items():
-                total = value.sum(0) / count
+                total = value.sum(0)
                 sums[name] = sums[name] + total if name in sums else total
             if keep_draws:
                 kept.append(next(iter(statistics.values())))
+        sums = {name: total / count for name, total in sums.items()}
         bad = torch.isnan(sums["aleatoric"]).reshape(len(sums["aleatoric"]), -1).any(1)
         if bad.any():
             raise NonFiniteError(

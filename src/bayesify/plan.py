@@ -8,7 +8,15 @@ from bayesify.batches import as_inputs
 from bayesify.errors import SettingError
 from bayesify.methods import ABNN, Method
 from bayesify.sampling import private_copy
-from bayesify.sites import Site, Skipped, Where, check_where, in_execution_order, select
+from bayesify.sites import (
+    Site,
+    Skipped,
+    Where,
+    check_where,
+    in_execution_order,
+    named_tensors,
+    select,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Plan:
         fraction: `trainable` as a fraction of the network's parameters.
         bytes: Size of the stored posterior's tensors.
         candidates: Names of all sites, chosen or not, in execution order.
+        network: A private copy of the network, with the gates that the method needs.
     """
 
     method: Method
@@ -34,6 +43,7 @@ class Plan:
     fraction: float
     bytes: int
     candidates: tuple[str, ...] = field(repr=False)
+    network: nn.Module = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         width = max([len(site.name) for site in self.sites] + [4])
@@ -45,6 +55,11 @@ class Plan:
         lines += ["", *(f"{name + ':':<19}{value}" for name, value in self.summary().items())]
         lines += [f"skipped {skip.name} ({skip.kind}): {skip.reason}" for skip in self.skipped]
         return "\n".join(lines)
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether layers stand before the first random one, and need to run but once."""
+        return bool(self.sites) and self.sites[0].name != self.candidates[0]
 
     def summary(self) -> dict[str, str]:
         """The totals, for people."""
@@ -89,25 +104,26 @@ def plan(
     if not isinstance(method, Method):
         raise SettingError(f"method must be an object such as ABNN(members=3), and is {method!r}.")
     check_where(where)
-    candidates, skipped = method.find(model)
+    network = private_copy(model)
+    candidates, skipped = method.find(network)
     if example is not None:
         inputs = as_inputs(example)
         candidates = in_execution_order(
-            candidates, private_copy(model), lambda copy: copy(*inputs.args, **inputs.kwargs)
+            candidates, private_copy(network), lambda copy: copy(*inputs.args, **inputs.kwargs)
         )
     sites = select(candidates, where)
-    tensors = dict(model.named_parameters())
-    stored = method.posterior(sites, tensors).tensors()
-    trainable = sum(tensor.numel() for tensor in stored.values())
+    posterior = method.posterior(sites, named_tensors(network))
+    trainable = sum(tensor.numel() for tensor in posterior.parameters())
     return Plan(
         method=method,
         sites=tuple(sites),
         skipped=tuple(skipped),
         random_numbers=sum(_numel(site) for site in sites),
         trainable=trainable,
-        fraction=trainable / sum(tensor.numel() for tensor in tensors.values()),
-        bytes=sum(tensor.nbytes for tensor in stored.values()),
+        fraction=trainable / max(1, sum(tensor.numel() for tensor in model.parameters())),
+        bytes=sum(tensor.nbytes for tensor in posterior.tensors().values()),
         candidates=tuple(site.name for site in candidates),
+        network=network,
     )
 
 

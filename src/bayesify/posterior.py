@@ -7,11 +7,14 @@ device and in any process, because every tensor's noise has a generator of its o
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from bayesify.sites import Site
 
@@ -51,31 +54,40 @@ def fresh_normals(shapes: Mapping[str, Sequence[int]], *, seed: int, count: int)
 
 
 class NamedTensors(nn.Module):
-    """Parameters under the names they have in the network, dots and all.
+    """Tensors under the names they have in the network, dots and all.
+
+    Args:
+        tensors: Their values, which are copied.
+        trainable: Whether they are parameters, or buffers that training by gradient leaves alone.
 
     Example:
         >>> NamedTensors({"fc.weight": torch.zeros(2)})["fc.weight"].shape
         torch.Size([2])
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, trainable: bool = True) -> None:
         super().__init__()
         self._names = {name: name.replace(".", "/") for name in tensors}
         for name, tensor in tensors.items():
-            self.register_parameter(self._names[name], nn.Parameter(tensor.detach().clone()))
+            value = tensor.detach().clone()
+            if trainable:
+                self.register_parameter(self._names[name], nn.Parameter(value))
+            else:
+                self.register_buffer(self._names[name], value)
 
-    def __getitem__(self, name: str) -> nn.Parameter:
-        """The parameter of that name."""
-        parameter = self._parameters[self._names[name]]
-        assert parameter is not None  # noqa: S101  (register_parameter was given a tensor)
-        return parameter
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of that name."""
+        own = self._names[name]
+        found = self._parameters[own] if own in self._parameters else self._buffers[own]
+        assert found is not None  # noqa: S101  (it was registered with a tensor)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         """The names."""
         return iter(self._names)
 
-    def items(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters."""
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors."""
         return ((name, self[name]) for name in self)
 
 
@@ -88,6 +100,10 @@ class Posterior(nn.Module, ABC):
 
     components: int
     noise: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = NamedTensors({})
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -102,18 +118,46 @@ class Posterior(nn.Module, ABC):
             noise: Standard normal numbers, `[S, ...]` for each name of `shapes()`.
         """
 
-    @abstractmethod
+    def shared(self) -> dict[str, Tensor]:
+        """Tensors that take the place of the network's own and are the same in every draw."""
+        return dict(self.statistics.items())
+
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
+        return {
+            f"{kind}:{name}": value.detach()
+            for kind, group in self.named_children()
+            if isinstance(group, NamedTensors)
+            for name, value in group.items()
+        }
+
+    def adopt_statistics(self, statistics: Mapping[str, Tensor]) -> None:
+        """Takes over the running statistics of normalisation layers, so that they can adapt."""
+        self.statistics = NamedTensors(statistics, trainable=False)
 
     def draws(self, seed: int, indices: Sequence[int]) -> Draws:
         """The draws `indices` of a seed, stacked; components take turns."""
-        anchor = next(self.parameters())
+        anchor = next(chain(self.parameters(), self.buffers()), torch.empty(0))
         noise = normals(self.shapes(), seed=seed, indices=indices)
         moved = {name: value.to(anchor.device) for name, value in noise.items()}
         component = torch.tensor(list(indices), device=anchor.device) % self.components
         drawn: Draws = self(component, moved)
         return drawn
+
+
+class Fixed(Posterior):
+    """A distribution that is certain: the network's own tensors."""
+
+    components = 1
+    noise = 0.0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """None."""
+        return {}
+
+    def forward(self, component: Tensor, noise: Mapping[str, Tensor]) -> Draws:  # noqa: ARG002
+        """No tensor differs from the network's."""
+        return {}
 
 
 class Members(Posterior):
@@ -157,4 +201,153 @@ class Members(Posterior):
 
     def tensors(self) -> dict[str, Tensor]:
         """Each member's scales and shifts, `[M, ...]`, by the names they have in the network."""
-        return {name: value.detach() for name, value in self.values.items()}
+        own = {name: value.detach() for name, value in self.values.items()}
+        return {**own, **{f"statistics:{n}": v for n, v in self.statistics.items()}}
+
+
+class MeanField(Posterior):
+    """Independent Gaussians: tensor = mu + noise exp(psi) eps.
+
+    Args:
+        sites: What is random.
+        tensors: The network's tensors, by name: where the means start.
+        log_std: psi starts uniform between these two.
+        noise: A factor on all standard deviations.
+    """
+
+    components = 1
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        tensors: Mapping[str, Tensor],
+        log_std: tuple[float, float],
+        noise: float,
+    ) -> None:
+        super().__init__()
+        self.noise = noise
+        means = {site.name: tensors[site.name] for site in sites}
+        self.mean = NamedTensors(means)
+        self.log_std = NamedTensors(
+            {name: _uniform(name, value, *log_std) for name, value in means.items()}
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """One number an element."""
+        return {name: tuple(value.shape) for name, value in self.mean.items()}
+
+    def forward(self, component: Tensor, noise: Mapping[str, Tensor]) -> Draws:  # noqa: ARG002
+        """Draws around the means."""
+        return {
+            name: mean + self.noise * self.log_std[name].exp() * noise[name].to(mean.dtype)
+            for name, mean in self.mean.items()
+        }
+
+    def kl(self, prior_std: float) -> Tensor:
+        """KL divergence from the prior N(0, prior_std^2), summed over all numbers."""
+        return sum(
+            (
+                gaussian_kl(mean, self.log_std[name], 0.0, prior_std)
+                for name, mean in self.mean.items()
+            ),
+            start=torch.zeros(()),
+        )
+
+
+class Latent(Posterior):
+    """Random scales around 1 from a mixture of K Gaussians, over weights that train too.
+
+    z = 1 + noise (mu_k - 1 + sigma_k eps), sigma = softplus(rho). A scale stands in a gate, or,
+    where a site names a weight, it multiplies the columns of that (or a bias, element by element).
+
+    Args:
+        sites: The scales, one number a column of the weight that a site may name.
+        tensors: The network's tensors, by name.
+        trained: Names of the weights and biases that train.
+        components: K.
+        mean_std: mu starts as N(1, mean_std^2).
+        std: sigma starts as |N(mean, spread^2)| of this pair.
+        noise: A factor on the distance from 1.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        tensors: Mapping[str, Tensor],
+        trained: Sequence[str],
+        *,
+        components: int,
+        mean_std: float,
+        std: tuple[float, float],
+        noise: float,
+    ) -> None:
+        super().__init__()
+        self.components = components
+        self.noise = noise
+        self._sites = tuple(sites)
+        means, rhos = {}, {}
+        for site in sites:
+            like = tensors[site.name]
+            shape = (components, *site.shape)
+            means[site.name] = 1 + mean_std * _seeded_normal("mean", site.name, shape, like)
+            sigma = (std[0] + std[1] * _seeded_normal("std", site.name, shape, like)).abs()
+            rhos[site.name] = sigma.clamp_min(1e-4).expm1().log()  # softplus, turned round
+        self.mean = NamedTensors(means)
+        self.rho = NamedTensors(rhos)
+        self.weights = NamedTensors({name: tensors[name] for name in trained})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """One number a column of each layer's weight."""
+        return {site.name: site.shape for site in self._sites}
+
+    def shared(self) -> dict[str, Tensor]:
+        """The weights, which all draws have in common."""
+        return {**super().shared(), **dict(self.weights.items())}
+
+    def forward(self, component: Tensor, noise: Mapping[str, Tensor]) -> Draws:
+        """Draws of the components asked for."""
+        draws = {}
+        for site in self._sites:
+            mean, rho = self.mean[site.name][component], self.rho[site.name][component]
+            spread = softplus(rho) * noise[site.name].to(mean.dtype)
+            scale = 1 + self.noise * (mean - 1 + spread)
+            if site.weight is None:
+                draws[site.name] = scale
+            else:
+                weight = self.weights[site.weight]
+                draws[site.weight] = weight * (scale.unsqueeze(1) if weight.ndim > 1 else scale)
+        return draws
+
+    def kl(self, prior_std: float) -> Tensor:
+        """KL divergence of the components' average from the prior N(1, prior_std^2), summed.
+
+        The average of one draw of each component is Gaussian, with the mean of the means and the
+        variance sum(sigma_k^2) / K^2.
+        """
+        total = torch.zeros(())
+        for name, mean in self.mean.items():
+            variance = softplus(self.rho[name]).square().mean(0) / self.components
+            total = total + gaussian_kl(mean.mean(0), variance.log() / 2, 1.0, prior_std)
+        return total
+
+
+def gaussian_kl(mean: Tensor, log_std: Tensor, prior_mean: float, prior_std: float) -> Tensor:
+    """KL(N(mean, exp(log_std)^2) | N(prior_mean, prior_std^2)), summed over all numbers.
+
+    Example:
+        >>> gaussian_kl(torch.zeros(3), torch.zeros(3), 0.0, 1.0)
+        tensor(0.)
+    """
+    ratio = log_std - math.log(prior_std)
+    distance = (mean - prior_mean) / prior_std
+    return 0.5 * ((2 * ratio).exp() + distance.square() - 1 - 2 * ratio).sum()
+
+
+def _uniform(name: str, like: Tensor, low: float, high: float) -> Tensor:
+    generator = torch.Generator().manual_seed(key("log_std", name))
+    return (low + (high - low) * torch.rand(like.shape, generator=generator)).to(like)
+
+
+def _seeded_normal(what: str, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(key(what, name))
+    return torch.randn(shape, generator=generator).to(like)

@@ -68,10 +68,16 @@ def private_copy(network: ModuleT, *, share: bool = True) -> ModuleT:
 
 
 class Replicas:
-    """One private copy of a network a thread, made when the thread first asks."""
+    """One private copy of a network a thread, made when the thread first asks.
 
-    def __init__(self, network: nn.Module) -> None:
+    Args:
+        network: What is copied.
+        adapting: Whether layers with running statistics are in training mode.
+    """
+
+    def __init__(self, network: nn.Module, *, adapting: bool = False) -> None:
         self.network = network
+        self.adapting = adapting
         self.slots = slots(network)
         self._local = threading.local()
 
@@ -79,6 +85,8 @@ class Replicas:
         """This thread's copy."""
         if not hasattr(self._local, "network"):
             self._local.network = private_copy(self.network)
+            for module in self._local.network.modules() if self.adapting else ():
+                module.training = "running_mean" in module._buffers
         network: nn.Module = self._local.network
         return network
 
@@ -89,20 +97,25 @@ class Runner:
     Args:
         network: A private copy, in eval mode; never run itself, only copies of it.
         read: Turns what the network returns into one tensor `[B, ...]`.
+        shared: Tensors that take the place of the network's own in every draw.
         shares_trunk: Whether layers stand before the first random one.
         strategy: "vectorised", "looped", or "auto".
+        adapting: Whether normalisation layers use each batch's statistics, and update their own.
     """
 
     def __init__(
         self,
         network: nn.Module,
         read: Callable[[Any], Tensor],
+        shared: Callable[[], Mapping[str, Tensor]] = dict,
         *,
         shares_trunk: bool = False,
         strategy: str = "auto",
+        adapting: bool = False,
     ) -> None:
-        self.replicas = Replicas(network)
+        self.replicas = Replicas(network, adapting=adapting)
         self.read = read
+        self.shared = shared
         self.shares_trunk = shares_trunk
         self.strategy = strategy
         self._vmaps: dict[tuple[bool, bool, str], bool] = {}
@@ -152,7 +165,7 @@ class Runner:
         vectorise = self.strategy == "vectorised" or (
             self.strategy == "auto" and (self.shares_trunk or len(inputs) <= VECTORISED_BATCH)
         )
-        if count == 1 or not vectorise or not self.can_vectorise(draws, inputs):
+        if not draws or count == 1 or not vectorise or not self.can_vectorise(draws, inputs):
             return 1
         budget = MEMORY_BUDGET if memory_budget is None else memory_budget
         needed = self.bytes_per_example(draws, inputs) * len(inputs)
@@ -225,7 +238,8 @@ class Runner:
         return vmap(run, in_dims=(0, *dims))(draws, *arguments)
 
     def _call(self, network: nn.Module, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-        tensors = {place: value for name, value in draw.items() for place in self.slots[name]}
+        values = {**self.shared(), **draw}
+        tensors = {place: value for name, value in values.items() for place in self.slots[name]}
         return self.read(
             # Ties are resolved by slots(): torch's own way corrupts modules registered twice.
             functional_call(network, tensors, inputs.args, inputs.kwargs, tie_weights=False)
@@ -283,7 +297,8 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _count(draws: Mapping[str, Tensor]) -> int:
-    return len(next(iter(draws.values())))
+    """How many draws; where no tensor is random, one says all."""
+    return len(next(iter(draws.values()))) if draws else 1
 
 
 def _device_type(draws: Mapping[str, Tensor]) -> str:

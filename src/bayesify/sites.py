@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class Site:
         kind: The class of the layer it belongs to.
         offset: The layer scales by `offset + tensor`.
         shifts: Names of the layer's shift tensors, not random but trainable.
+        weight: Name of the weight whose columns the tensor scales, where it acts on no input.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Site:
     kind: str
     offset: float = 0.0
     shifts: tuple[str, ...] = ()
+    weight: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,16 @@ class Skipped:
 
 
 def slots(network: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Maps each parameter's first name to every place it stands in the network.
+    """Maps the first name of each parameter and buffer to every place it stands in the network.
 
     A module registered twice is one place; one parameter used by two modules is two places.
     """
     places: dict[int, dict[tuple[int, str], str]] = {}
     for prefix, module in network.named_modules(remove_duplicate=False):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                places.setdefault(id(parameter), {}).setdefault((id(module), attribute), name)
+                places.setdefault(id(tensor), {}).setdefault((id(module), attribute), name)
     groups = [tuple(found.values()) for found in places.values()]
     return {group[0]: group for group in groups}
 
@@ -109,6 +112,41 @@ def find_norms(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
     return list(sites.values()), skipped
 
 
+def find_parameters(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
+    """Finds every parameter that holds real numbers, tied ones once.
+
+    Example:
+        >>> [site.name for site in find_parameters(nn.Linear(2, 3))[0]]
+        ['weight', 'bias']
+    """
+    sites, skipped = [], []
+    for name, parameter in network.named_parameters():
+        kind = type(network.get_submodule(name.rpartition(".")[0])).__name__
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            reason = "not initialised yet: run the network once before converting it"
+            skipped.append(Skipped(name, kind, reason))
+        elif not parameter.is_floating_point():
+            skipped.append(Skipped(name, kind, "its numbers are not real"))
+        else:
+            sites.append(Site(name, tuple(parameter.shape), kind))
+    return sites, skipped
+
+
+def named_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """A network's parameters and buffers, by name."""
+    return dict(chain(network.named_parameters(), network.named_buffers()))
+
+
+def find_statistics(network: nn.Module) -> dict[str, Tensor]:
+    """The running means and variances of a network's normalisation layers, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in network.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var")
+    }
+
+
 def select(sites: Sequence[Site], where: Where) -> list[Site]:
     """Keeps the sites that `where` names.
 
@@ -121,7 +159,7 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
         UnknownSiteError: If a pattern, or all of `where`, matches nothing.
     """
     names = [site.name for site in sites]
-    if where is None:
+    if where is None or not names:
         kept = set(names)
     elif isinstance(where, bool) or (isinstance(where, int) and not 1 <= where <= len(names)):
         raise UnknownSiteError(
@@ -142,7 +180,7 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
                 f"{_listing(names)}"
             )
         kept = {name for matched in matches.values() for name in matched}
-    if not kept:
+    if not kept and where is not None:
         raise UnknownSiteError(f"where={where!r} matches no site. {_listing(names)}")
     return [site for site in sites if site.name in kept]
 

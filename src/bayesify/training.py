@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
 from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingError
 from bayesify.files import matches, read_tensors, write_tensors
-from bayesify.posterior import Draws, fresh_normals, key
+from bayesify.outliers import Outliers
+from bayesify.posterior import fresh_normals, key
+from bayesify.sampling import Runner
 from bayesify.validation import HeldOut, collect, hold_out, seeded
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class FitResult:
         network_nll: Held-out NLL of the network itself.
         untrained_nll: Held-out NLL of the posterior before training.
         nll: Held-out NLL of the state kept.
+        groups: How many draws a training batch had; None if every example had its own.
         history: (step, training loss, held-out NLL), at each validation.
     """
 
@@ -47,11 +50,13 @@ class FitResult:
     network_nll: float
     untrained_nll: float
     nll: float
+    groups: int | None
     history: list[tuple[int, float, float]] = field(repr=False)
 
     def __str__(self) -> str:
         return (
-            f"{self.steps} steps in {self.seconds:.0f} s; held-out NLL: the network "
+            f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)}); "
+            f"held-out NLL: the network "
             f"{self.network_nll:.4f}, untrained {self.untrained_nll:.4f}, kept {self.nll:.4f} "
             f"({self.kept})"
         )
@@ -82,6 +87,7 @@ class Fit:
         epochs: int,
         validation: Iterable[Any] | None,
         augment: str | Augment | None,
+        outliers: Outliers | None,
         num_examples: int | None,
         checkpoint: str | Path | None,
         checkpoint_seconds: float,
@@ -89,9 +95,12 @@ class Fit:
         progress: bool,
         precision: str | None,
         groups: int | None,
+        accumulate: int,
         validations: int,
     ) -> None:
-        _check(epochs=epochs, precision=precision, groups=groups, validations=validations)
+        _check(precision, epochs=epochs, accumulate=accumulate, validations=validations)
+        if groups is not None and groups < 1:
+            raise SettingError(f"groups={groups} must be 1 or more, or None for the default.")
         from accelerate import PartialState
 
         self.model = model
@@ -100,7 +109,9 @@ class Fit:
         self.augment = as_augment(augment)
         self.seed = seed
         self.precision = PRECISIONS[precision]
-        self.groups = groups
+        self.outliers = outliers
+        self.accumulate = accumulate
+        self.groups = groups or self._default_groups()
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
         self.show = progress and self.processes.is_main_process
@@ -112,6 +123,7 @@ class Fit:
         self.epochs = epochs
         self.steps_an_epoch = _steps(self.loader, num_examples)
         self.steps = epochs * self.steps_an_epoch
+        self.examples = num_examples or _examples(self.loader, self.steps_an_epoch)
         self.every = max(1, self.steps // validations)
         self.draws = self.method.components * max(1, round(8 / self.method.components))
 
@@ -119,8 +131,7 @@ class Fit:
         """Trains, and leaves the model in the best state found, whatever happens on the way."""
         model = self.model
         home, self.noise = model.device, model.noise
-        started = {name: value.clone() for name, value in model.trainable().items()}
-        self.best, self.at = started, _Progress(best_noise=model.noise)
+        self.best, self.at = self._snapshot(), _Progress(best_noise=model.noise)
         model.to(self.processes.device if home.type == "cpu" else home)
         try:
             self._train()
@@ -143,23 +154,45 @@ class Fit:
             self.at.network_nll,
             self.at.untrained_nll,
             self.at.best,
+            self.groups,
             history,
         )
 
     def _train(self) -> None:
-        from tqdm.auto import tqdm
-
-        model, at = self.model, self.at
-        parameters = list(model.trainable().values())
-        self.optimizer = self.method.optimizer(model.posterior)
-        if own := list(model.likelihood.parameters()):
-            self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
-        self.scaler = torch.amp.GradScaler(
-            model.device.type, enabled=self.precision is torch.float16
-        )
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        model = self.model
+        self.runner = model.runner
+        if self.method.adapts_statistics:
+            self.runner = Runner(
+                model.network, model.likelihood.read, model.posterior.shared, adapting=True
+            )
+        self.optimizer = self.method.optimizer(model.posterior, self.examples)
+        if self.optimizer is None:
+            self.steps = 0
+        else:
+            self._check_first_batch()
+            if own := list(model.likelihood.parameters()):
+                self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
         if not self._resume():
             self._first_validation()
+        if self.optimizer is not None:
+            self._descend(self.optimizer)
+        before = self._snapshot()
+        self.method.solve(model, labelled(self.loader), self.held.batches)
+        now = model.state_dict()
+        if any(not torch.equal(now[name], value) for name, value in before.items()):
+            self._validate(math.nan)
+        self._save()
+
+    def _descend(self, optimizer: torch.optim.Optimizer) -> None:
+        """The training steps that are still to do."""
+        from tqdm.auto import tqdm
+
+        at = self.at
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self.scaler = torch.amp.GradScaler(
+            self.model.device.type, enabled=self.precision is torch.float16
+        )
         saved = begun = time.monotonic() - at.seconds
         bar = tqdm(
             total=self.steps, initial=at.step, disable=not self.show, desc="fit", unit="step"
@@ -167,12 +200,17 @@ class Fit:
         loss = math.nan
         with bar:
             for inputs, target in self._batches():
-                cosine = 0.5 * (1 + math.cos(math.pi * at.step / self.steps))
-                for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * cosine
-                loss = self._step(inputs, target, parameters)
+                factors = self.method.rates(at.step / self.steps)
+                for index, (group, rate) in enumerate(
+                    zip(optimizer.param_groups, rates, strict=True)
+                ):
+                    group["lr"] = rate * factors[min(index, len(factors) - 1)]
+                loss = self._step(inputs, target, parameters, optimizer)
                 at.step += 1
+                self.method.after_step(self.model.posterior, at.step, self.steps)
                 at.seconds = time.monotonic() - begun
+                if at.step == 1:
+                    bar.set_description(f"fit, {describe_groups(self.groups)}")
                 bar.set_postfix(loss=f"{loss:.4f}", best_nll=f"{at.best:.4f}", refresh=False)
                 bar.update()
                 if at.step % self.every == 0 or at.step == self.steps:
@@ -182,7 +220,23 @@ class Fit:
                     self._save()
         if not at.history or at.history[-1][0] != at.step:
             self._validate(loss)
-        self._save()
+
+    def _default_groups(self) -> int | None:
+        """Draws of a training batch; batches are run whole where they need statistics."""
+        shapes = self.model.posterior.shapes().values()
+        groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
+        return groups or (1 if self.method.adapts_statistics else None)
+
+    def _check_first_batch(self) -> None:
+        """Raises, before anything is trained, if the data do not suit the method."""
+        inputs, _ = next(labelled(self.loader))
+        if self.outliers is not None:
+            self.outliers.check(inputs)
+        if self.method.slices > len(inputs):
+            raise SettingError(
+                f"a batch of {len(inputs)} examples cannot be split over "
+                f"{self.method.components} components. Use larger batches or fewer components."
+            )
 
     def _batches(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches that are still to do, in an order that only the seed decides."""
@@ -192,32 +246,31 @@ class Fit:
                 batches = islice(labelled(self.loader), self.steps_an_epoch)
                 yield from islice(batches, skip if epoch == done else 0, None)
 
-    def _step(self, inputs: Inputs, target: Any, parameters: list[nn.Parameter]) -> float:
-        """One step on a batch: its rounds' gradients, summed over processes."""
+    def _step(
+        self,
+        inputs: Inputs,
+        target: Any,
+        parameters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> float:
+        """One step on a batch: the gradients of its parts and rounds, summed over processes."""
         inputs.require_finite()
         step_seed = key("step", self.seed, self.at.step)
         if self.augment is not None:
             inputs = _augmented(inputs, self.augment, step_seed)
         size, rank, world = len(inputs), self.processes.process_index, self.processes.num_processes
-        mine = slice(rank * size // world, (rank + 1) * size // world)
-        target = torch.as_tensor(target)[mine]
-        inputs = inputs[mine].to(self.model.device)
+        target = torch.as_tensor(target)
+        parts = world * self.accumulate
         total = 0.0
-        self.optimizer.zero_grad()
-        for turn in range(self.method.rounds() if mine.start < mine.stop else 0):
-            seed = key("round", step_seed, turn)
-            with self._autocast():
-                losses = self._losses(inputs, target, turn, seed, mine, size)
-            loss = losses.sum() / size
-            total += loss.item() / self.method.rounds()
-            self.scaler.scale(loss).backward()
+        optimizer.zero_grad()
+        for part in range(rank * self.accumulate, (rank + 1) * self.accumulate):
+            mine = slice(part * size // parts, (part + 1) * size // parts)
+            if mine.start < mine.stop:
+                total += self._part(inputs, target[mine], step_seed, mine, size)
+        if rank == 0:
+            total += self._penalty()
         if world > 1:
-            from accelerate.utils import reduce
-
-            for parameter in parameters:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = reduce(grad, "sum")
-            total = reduce(torch.tensor(total, device=self.model.device), "sum").item()
+            total = self._reduce(parameters, total)
         if not math.isfinite(total):
             raise NonFiniteError(
                 f"the loss is {total} at step {self.at.step + 1}: training stopped, and the best "
@@ -225,54 +278,129 @@ class Fit:
                 f"({type(self.method).__name__}(lr={self.method.to_dict().get('lr', 0) / 10:g})), "
                 f"or look for extreme inputs."
             )
-        self.scaler.step(self.optimizer)
+        self.scaler.step(optimizer)
         self.scaler.update()
         return total
+
+    def _part(
+        self, inputs: Inputs, target: Tensor, step_seed: int, mine: slice, size: int
+    ) -> float:
+        """Adds the gradients of rows `mine` of a batch, and returns their share of the loss."""
+        total = 0.0
+        here = inputs[mine].to(self.model.device)
+        for turn in range(self.method.rounds()):
+            seed = key("round", step_seed, turn)
+            with self._autocast():
+                losses = self._losses(here, target, turn, seed, mine, size)
+            loss = losses.sum() / size
+            total += loss.item() / self.method.rounds()
+            self.scaler.scale(loss * self.method.round_weight).backward()
+        if self.outliers is not None:
+            with self._autocast():
+                doubt = self._outlier_losses(inputs, step_seed, mine, size)
+            if doubt is not None:
+                total += doubt.item()
+                self.scaler.scale(doubt).backward()
+        return total
+
+    def _penalty(self) -> float:
+        """Adds the gradients of what the method adds to the loss, once a step."""
+        progress = self.at.step / self.steps
+        penalty = self.method.penalty(self.model.posterior, progress, self.examples)
+        if penalty is None:
+            return 0.0
+        self.scaler.scale(penalty).backward()
+        return penalty.item()
+
+    def _reduce(self, parameters: list[Tensor], total: float) -> float:
+        """Sums gradients and loss over processes, and averages what statistics adapted to."""
+        from accelerate.utils import reduce
+
+        for parameter in parameters:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(grad, "sum")
+        for _, statistic in self.model.posterior.statistics.items():
+            statistic.copy_(reduce(statistic, "mean"))
+        summed: float = reduce(torch.tensor(total, device=self.model.device), "sum").item()
+        return summed
 
     def _losses(
         self, inputs: Inputs, target: Tensor, turn: int, seed: int, mine: slice, size: int
     ) -> Tensor:
         """Each example's loss; draws depend on its place in the whole batch of all processes."""
         model = self.model
+        output = self._run(self.runner, inputs, turn, seed, mine, size)
+        target = model.likelihood.target(target, output)
+        weight = None
+        if model.likelihood.kind == "classes":
+            weight = self.method.class_weights(turn, output.shape[1], self.seed)
+        losses = model.likelihood.loss(
+            output, target, None if weight is None else weight.to(output)
+        )
+        counts = self.method.example_weights(turn, size, seed)
+        return losses if counts is None else losses * counts[mine].to(losses)
+
+    def _outlier_losses(
+        self, inputs: Inputs, step_seed: int, mine: slice, size: int
+    ) -> Tensor | None:
+        """The method's loss on outliers, each run at two draws at once."""
+        assert self.outliers is not None  # noqa: S101  (asked before)
+        strange = self.outliers.batch(inputs, step_seed)
+        count = len(strange)
+        rows = slice(mine.start * count // size, mine.stop * count // size)
+        if rows.start == rows.stop:
+            return None
+        once = strange[rows].to(self.model.device)
+        twice = once.map_batched(lambda t: torch.cat([t, t]))
+        places = slice(2 * rows.start, 2 * rows.stop)
+        seed = key("outliers", step_seed)
+        # The frozen runner: outliers must not shift statistics that adapt.
+        output = self._run(self.model.runner, twice, 0, seed, places, 2 * count, at_least=2)
+        information = self.model.likelihood.mutual_information(output.unflatten(0, (2, -1)))
+        return self.method.ood_loss(information).sum() / count
+
+    def _run(
+        self,
+        runner: Runner,
+        inputs: Inputs,
+        turn: int,
+        seed: int,
+        mine: slice,
+        size: int,
+        at_least: int = 1,
+    ) -> Tensor:
+        """Outputs for rows `mine` of `size`, each at a draw of its own or at its group's."""
+        model = self.model
         exemplar = self._is_exemplar(inputs)
-        count = size if exemplar else min(self.groups or GROUPS, size)
+        count = max(self.groups or GROUPS, self.method.slices, at_least)
+        count = size if exemplar else min(count, size)
         rows = mine if exemplar else slice(None)
         noise = fresh_normals(model.posterior.shapes(), seed=seed, count=count)
         noise = {name: value[rows].to(model.device) for name, value in noise.items()}
         component = self.method.component(turn, count)[rows].to(model.device)
         draws = model.posterior(component, noise)
-        if exemplar:
+        if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
-            output = model.runner.paired(draws, apart).flatten(0, 1)
-        else:
-            output = self._by_groups(draws, inputs, count, mine, size)
-        target = model.likelihood.target(target, output)
-        weight = None
-        if model.likelihood.kind == "classes":
-            weight = self.method.class_weights(turn, output.shape[1], self.seed)
-        return model.likelihood.loss(output, target, None if weight is None else weight.to(output))
-
-    def _by_groups(
-        self, draws: Draws, inputs: Inputs, count: int, mine: slice, size: int
-    ) -> Tensor:
+            return runner.paired(draws, apart).flatten(0, 1)
         outputs = []
         for g in range(count):
             first = max(mine.start, g * size // count) - mine.start
             last = min(mine.stop, (g + 1) * size // count) - mine.start
             if first < last:
                 draw = {name: value[g] for name, value in draws.items()}
-                outputs.append(self.model.runner.plain(draw, inputs[first:last]))
+                outputs.append(runner.plain(draw, inputs[first:last]))
         return torch.cat(outputs)
 
     def _is_exemplar(self, inputs: Inputs) -> bool:
         """Whether every example gets a draw of its own: if the network can be vectorised so."""
-        if not hasattr(self, "_exemplar"):
+        if self.groups is None:
             with torch.no_grad():
-                draws = self.model.posterior.draws(self.seed, [0, 1])
-            self._exemplar = self.groups is None and self.model.runner.can_vectorise(
-                draws, inputs, paired=True
-            )
-        return self._exemplar
+                draws = self.model.posterior.draws(self.seed, range(2))
+            if not draws:
+                self.groups = 1
+            elif not self.model.runner.can_vectorise(draws, inputs, paired=True):
+                self.groups = GROUPS
+        return self.groups is None
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision is None:
@@ -315,13 +443,13 @@ class Fit:
         return self.model.judge(self.held.batches, draws=draws, seed=key("judge", self.seed))
 
     def _snapshot(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.model.trainable().items()}
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def _restore_best(self) -> None:
         with torch.no_grad():
-            for name, parameter in self.model.trainable().items():
-                parameter.copy_(self.best[name])
-                parameter.grad = None
+            for name, value in self.model.state_dict().items():
+                value.copy_(self.best[name])
+        self.model.zero_grad()
         self.model.noise = self.at.best_noise
 
     # Checkpoints: one safetensors file with the state now, the best state and the optimizer's.
@@ -338,9 +466,9 @@ class Fit:
 
     def _state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
-        state |= {f"now.{name}": value for name, value in self.model.trainable().items()}
+        state |= {f"now.{name}": value for name, value in self.model.state_dict().items()}
         state |= {f"best.{name}": value for name, value in self.best.items()}
-        momenta = self.optimizer.state_dict()["state"]
+        momenta = self.optimizer.state_dict()["state"] if self.optimizer else {}
         for index, tensors in momenta.items():
             for name, value in tensors.items():
                 state[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
@@ -367,11 +495,11 @@ class Fit:
             momenta.setdefault(int(index), {})[kind] = tensors.pop(name)
         matches(tensors, self._state(), self.checkpoint)
         with torch.no_grad():
-            for name, parameter in self.model.trainable().items():
-                parameter.copy_(tensors[f"now.{name}"])
+            for name, value in self.model.state_dict().items():
+                value.copy_(tensors[f"now.{name}"])
         self.best = {name: tensors[f"best.{name}"] for name in self.best}
-        state = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({**state, "state": momenta})
+        if self.optimizer:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": momenta})
         vars(self.at).update(metadata["progress"])
         return True
 
@@ -400,12 +528,24 @@ def _steps(loader: Iterable[Any], num_examples: int | None) -> int:
     return steps
 
 
-def _check(*, epochs: int, precision: str | None, groups: int | None, validations: int) -> None:
-    if epochs < 1:
-        raise SettingError(f"epochs={epochs} must be 1 or more.")
+def _examples(loader: Iterable[Any], steps: int) -> int:
+    """Training examples of an epoch, as well as can be told."""
+    rows = getattr(loader, "dataset", None)
+    if rows is not None and hasattr(rows, "__len__"):
+        return len(rows)
+    return steps * (getattr(loader, "batch_size", None) or len(next(labelled(loader))[0]))
+
+
+def describe_groups(groups: int | None) -> str:
+    """How a training batch shares draws, for people."""
+    if groups is None:
+        return "a draw for each example"
+    return f"{groups} draws a batch" if groups > 1 else "one draw a batch"
+
+
+def _check(precision: str | None, **counts: int) -> None:
     if precision not in PRECISIONS:
         raise SettingError(f"precision={precision!r} must be None, 'bf16' or 'fp16'.")
-    if groups is not None and groups < 1:
-        raise SettingError(f"groups={groups} must be 1 or more, or None for a draw an example.")
-    if validations < 1:
-        raise SettingError(f"validations={validations} must be 1 or more.")
+    for name, count in counts.items():
+        if count < 1:
+            raise SettingError(f"{name}={count} must be 1 or more.")

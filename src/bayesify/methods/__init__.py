@@ -5,11 +5,17 @@ from typing import Any
 
 from bayesify.errors import SettingError
 from bayesify.methods.abnn import ABNN
+from bayesify.methods.bayes_adapter import BayesAdapter
+from bayesify.methods.ibnn import IBNN
 from bayesify.methods.method import Method
 
-METHODS: dict[str, type[Method]] = {"abnn": ABNN}
+METHODS: dict[str, type[Method]] = {
+    "abnn": ABNN,
+    "bayes-adapter": BayesAdapter,
+    "ibnn": IBNN,
+}
 
-__all__ = ["ABNN", "METHODS", "Method", "make_method"]
+__all__ = ["ABNN", "IBNN", "METHODS", "BayesAdapter", "Method", "make_method"]
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bayesify.errors import SettingError
 from bayesify.methods.method import Method
 from bayesify.posterior import Members, Posterior, key
 from bayesify.sites import Site, Skipped, find_norms, require_sites
@@ -55,12 +54,8 @@ class ABNN(Method):
     weight_decay: float = 5e-4
 
     def __post_init__(self) -> None:
-        if isinstance(self.members, bool) or not isinstance(self.members, int) or self.members < 1:
-            raise SettingError(f"members={self.members!r} must be a whole number, 1 or more.")
-        for name in ("favoured_weight", "lr", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise SettingError(f"{name}={value!r} must be a finite number, 0 or more.")
+        self.check_count("members")
+        self.check_numbers("favoured_weight", "lr", "weight_decay")
         super().__post_init__()
 
     @property
@@ -78,7 +73,7 @@ class ABNN(Method):
         """gamma_m (1 + alpha eps) and beta_m, all members at the checkpoint's values."""
         return Members(sites, tensors, self.members, self.noise)
 
-    def optimizer(self, posterior: Posterior) -> torch.optim.Optimizer:
+    def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:  # noqa: ARG002
         """Scales and shifts alike; weight decay is the Gaussian prior."""
         return torch.optim.SGD(
             posterior.parameters(),

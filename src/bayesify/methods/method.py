@@ -3,9 +3,9 @@
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from bayesify.errors import SettingError
 from bayesify.posterior import Posterior
 from bayesify.sites import Site, Skipped
+
+if TYPE_CHECKING:
+    from bayesify.model import BayesianModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,8 @@ class Method(ABC):
 
     noise: float
     draws: int
+
+    takes_ood: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.noise) and self.noise >= 0):
@@ -41,20 +46,59 @@ class Method(ABC):
     def find(self, network: nn.Module) -> tuple[list[Site], list[Skipped]]:
         """The tensors of a network that can become random, and the layers that cannot.
 
+        Args:
+            network: A private copy, into which gates may be put for draws to act on.
+
         Raises:
             NothingToRandomiseError: If there is none.
         """
 
     @abstractmethod
     def posterior(self, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> Posterior:
-        """The distribution over `sites`, starting from the network's tensors."""
+        """The distribution over `sites`, starting from the network's parameters and buffers."""
 
-    @abstractmethod
-    def optimizer(self, posterior: Posterior) -> torch.optim.Optimizer:
-        """What is trained, and at which learning rate."""
+    # How it is trained
+
+    def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer | None:  # noqa: ARG002
+        """What is trained, and at which learning rate; None if nothing is trained by gradients.
+
+        Args:
+            posterior: What trains.
+            examples: n, the number of training examples.
+        """
+        return None
+
+    def rates(self, progress: float) -> Sequence[float]:
+        """A factor on the learning rate of each of the optimizer's groups, over the fit's course.
+
+        One factor stands for all groups. By default a cosine.
+        """
+        return [0.5 * (1 + math.cos(math.pi * progress))]
+
+    @property
+    def adapts_statistics(self) -> bool:
+        """Whether running statistics of normalisation layers adapt as the weights change."""
+        return False
+
+    def groups(self, numbers: int) -> int | None:  # noqa: ARG002
+        """How many draws a training batch gets, if each has `numbers` random numbers.
+
+        None gives every example a draw of its own.
+        """
+        return None
 
     def rounds(self) -> int:
         """How often a training step runs the batch: once for each member, for instance."""
+        return 1
+
+    @property
+    def round_weight(self) -> float:
+        """How much the loss of one round counts."""
+        return 1.0
+
+    @property
+    def slices(self) -> int:
+        """Over how many components a training batch is split."""
         return 1
 
     def component(self, turn: int, count: int) -> Tensor:
@@ -64,6 +108,36 @@ class Method(ABC):
     def class_weights(self, turn: int, classes: int, seed: int) -> Tensor | None:  # noqa: ARG002
         """How much each class counts in the loss of a round; None counts all alike."""
         return None
+
+    def example_weights(self, turn: int, count: int, seed: int) -> Tensor | None:  # noqa: ARG002
+        """How much each example of a batch counts in a round; None counts all alike."""
+        return None
+
+    def penalty(self, posterior: Posterior, progress: float, examples: int) -> Tensor | None:  # noqa: ARG002
+        """What is added to the mean loss of a step."""
+        return None
+
+    def noise_radius(self) -> float:
+        """Largest uniform noise, in pixel units, that turns training images into outliers."""
+        return 0.0
+
+    def ood_loss(self, mutual_information: Tensor) -> Tensor:
+        """Loss of each outlier, by the mutual information of its prediction in two draws."""
+        raise NotImplementedError
+
+    def after_step(self, posterior: Posterior, step: int, steps: int) -> None:  # noqa: B027
+        """Called when `step` of `steps` is done, to collect what a method collects."""
+
+    def solve(  # noqa: B027
+        self, model: "BayesianModel", data: Iterable[Any], held: Iterable[Any]
+    ) -> None:
+        """Called when training is over, for what is computed rather than trained.
+
+        Args:
+            model: What is being fitted.
+            data: Training batches of inputs and target.
+            held: Batches of inputs and target that training did not see.
+        """
 
     def check_draws(self, draws: int) -> int:
         """Returns `draws` if that number can be drawn.
@@ -80,6 +154,19 @@ class Method(ABC):
                 f"member must have as many draws as the others. Use draws={nearest}, for instance."
             )
         return draws
+
+    def check_numbers(self, *names: str, least: float = 0.0) -> None:
+        """Raises if one of these settings is not a finite number, `least` or more."""
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (math.isfinite(value) and value >= least):
+                raise SettingError(f"{name}={value!r} must be a finite number, {least:g} or more.")
+
+    def check_count(self, name: str) -> None:
+        """Raises if this setting is not a whole number, 1 or more."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SettingError(f"{name}={value!r} must be a whole number, 1 or more.")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings, for JSON."""

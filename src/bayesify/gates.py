@@ -1,0 +1,104 @@
+"""Gates: scales on the inputs of layers, put into a private copy of a network.
+
+A gate is a buffer of ones beside a layer's weight and a hook that multiplies the layer's input by
+it, so that scaling the input channels of a layer is replacing one small tensor, as any other draw
+is. Ones leave every bit of the input as it is. The user's network never gets a gate.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.sites import Site
+
+GATE = "input_scale"
+_CONVOLUTIONS = nn.modules.conv._ConvNd
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def gate_inputs(network: nn.Module, *, biases: bool = False) -> list[Site]:
+    """Puts a gate before every linear and convolutional layer of a private copy.
+
+    The projections of `nn.MultiheadAttention` are used without being called, so that no hook sees
+    their input: there the site names the weight whose columns are to be scaled instead.
+
+    Args:
+        network: A private copy.
+        biases: Adds sites that scale the layers' biases.
+
+    Returns:
+        The gates, in the order their layers are registered.
+    """
+    sites: list[Site] = []
+    attention = set()
+    for prefix, module in network.named_modules():
+        path = f"{prefix}." if prefix else ""
+        if isinstance(module, nn.MultiheadAttention):
+            attention.add(id(module.out_proj))
+            names = [name for name in _PROJECTIONS if getattr(module, name) is not None]
+            sites += [_scale_of(module, path, name) for name in names]
+        elif id(module) in attention:
+            sites.append(_scale_of(module, path, "weight"))
+        elif (channels := input_channels(module)) is not None:
+            sites.append(add_gate(module, path, channels, _scale_input))
+        else:
+            continue
+        if biases:
+            names = [name for name in ("bias", "in_proj_bias") if _has(module, name)]
+            sites += [_scale_of(module, path, name) for name in names]
+    return sites
+
+
+def add_gate(module: nn.Module, path: str, channels: int, hook: Callable[..., Any]) -> Site:
+    """Puts a gate of ones before a module, which `hook`, a forward pre-hook with keywords, reads."""
+    like = next(module.parameters(), torch.empty(0))
+    ones = torch.ones(channels, dtype=like.dtype, device=like.device)
+    module.register_buffer(GATE, ones, persistent=False)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    return Site(path + GATE, (channels,), type(module).__name__)
+
+
+def input_channels(module: nn.Module) -> int | None:
+    """How many channels the input of a linear or convolutional layer has; None for others."""
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    if isinstance(module, _CONVOLUTIONS):
+        return module.in_channels
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
+        return len(weight)  # transformers' linear layer of GPT-2, its weight transposed
+    return None
+
+
+def _scale_of(module: nn.Module, path: str, name: str) -> Site:
+    """A site that scales a tensor of a module rather than its input."""
+    weight = getattr(module, name)
+    shape = weight.shape[-1:]
+    module.register_buffer(f"{name}_scale", weight.new_ones(shape), persistent=False)
+    return Site(f"{path}{name}_scale", tuple(shape), type(module).__name__, weight=path + name)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(module, name, None), Tensor)
+
+
+def _scale_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    scale = module._buffers[GATE]
+    assert scale is not None  # noqa: S101  (the hook came with it)
+    if isinstance(module, _CONVOLUTIONS):
+        scale = scale.reshape(-1, *(1 for _ in module.kernel_size))
+    return map_input(lambda x: x * scale.to(x.dtype), args, kwargs)
+
+
+def map_input(
+    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Applies a function to the first argument of a call, given by place or by keyword."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: function(kwargs[name])}

@@ -1,0 +1,109 @@
+"""Inputs on which a network should not be sure, for methods that train on them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesify.augmentation import crop_and_flip
+from bayesify.batches import Inputs, split_batch
+from bayesify.errors import DataError, SettingError
+from bayesify.posterior import key
+from bayesify.validation import seeded
+
+MOST_EXAMPLES = 5000
+MOST_BYTES = 512 << 20
+
+Normalisation = tuple[Sequence[float], Sequence[float]]
+
+
+class Outliers:
+    """Training inputs under uniform noise, inputs of the user's, or half of each.
+
+    Which ones a step gets depends on its seed alone, so that a fit can be resumed.
+
+    Args:
+        radius: Largest noise in pixel units, where pixels run from 0 to 1; 0 for none.
+        given: Batches of the user's inputs, of which up to 5,000 are kept in memory.
+        normalisation: Mean and standard deviation of each channel, by which pixels were normalised;
+            None if the network takes pixels as they are.
+    """
+
+    def __init__(
+        self, radius: float, given: Iterable[Any] | None, normalisation: Normalisation | None
+    ) -> None:
+        self.radius = radius
+        self.given = None if given is None else _collect(given)
+        self.normalisation = normalisation
+
+    def check(self, inputs: Inputs) -> None:
+        """Raises if they cannot stand beside these training inputs."""
+        image = _image(inputs)
+        if self.given is not None and self.given.shape[1:] != image.shape[1:]:
+            raise DataError(
+                f"the OOD loader yields inputs of shape {list(self.given.shape[1:])} and the "
+                f"training data {list(image.shape[1:])}: they must agree. Resize the OOD inputs."
+            )
+        if self.radius and self.normalisation is None and (image.min() < 0 or image.max() > 1):
+            raise SettingError(
+                f"ood_radius={self.radius} is in pixel units from 0 to 1, and these inputs run "
+                f"from {image.min():.2f} to {image.max():.2f}. Pass normalisation=(mean, std), by "
+                f"which they were normalised."
+            )
+
+    def batch(self, inputs: Inputs, seed: int) -> Inputs:
+        """Half as many outliers as there are training inputs, one at least."""
+        image = _image(inputs)
+        count = (len(image) + 1) // 2
+        with seeded(key("outliers", seed)):
+            if self.given is None:
+                return _with_image(inputs[:count], self._noisy(image[:count]))
+            rows = torch.randint(len(self.given), (count,))
+            given = self.given[rows]
+            if given.ndim == 4 and min(given.shape[2:]) >= 4:
+                given = crop_and_flip(given)
+            if self.radius:
+                half = count // 2
+                given = torch.cat([self._noisy(image[:half]), given.to(image)[half:]])
+        return _with_image(inputs[:count], given.to(image))
+
+    def _noisy(self, image: Tensor) -> Tensor:
+        shape = (1, -1, *(1 for _ in image.shape[2:]))
+        mean, std = self.normalisation or ([0.0], [1.0])
+        centre = torch.as_tensor(mean, dtype=torch.float32).view(shape).to(image)
+        scale = torch.as_tensor(std, dtype=torch.float32).view(shape).to(image)
+        pixels = image * scale + centre
+        noise = self.radius * (2 * torch.rand(image.shape) - 1).to(image)
+        return ((pixels + noise).clamp(0, 1) - centre) / scale
+
+
+def _collect(given: Iterable[Any]) -> Tensor:
+    parts: list[Tensor] = []
+    count = size = 0
+    for batch in given:
+        inputs = split_batch(batch)[0]
+        inputs.require_finite()
+        parts.append(_image(inputs))
+        count += len(parts[-1])
+        size += parts[-1].nbytes
+        if count >= MOST_EXAMPLES or size >= MOST_BYTES:
+            break
+    if not parts:
+        raise DataError("the OOD loader is empty: it yields no batch.")
+    return torch.cat(parts)
+
+
+def _image(inputs: Inputs) -> Tensor:
+    numbers = [tensor for tensor in inputs.tensors() if tensor.is_floating_point()]
+    if len(numbers) != 1 or numbers[0].ndim < 2:
+        raise SettingError(
+            f"training on OOD data needs inputs with one tensor of real numbers, and these are "
+            f"{inputs.describe()}."
+        )
+    return numbers[0]
+
+
+def _with_image(inputs: Inputs, image: Tensor) -> Inputs:
+    old = _image(inputs)
+    return inputs.map(lambda tensor: image if tensor is old else tensor)
