@@ -184,7 +184,7 @@ def test_gradients_are_those_of_the_papers_loss(
             steps.update({n: p.grad.clone() for n, p in bnn.trainable().items()})
 
     monkeypatch.setattr(
-        ABNN, "optimizer", lambda self, posterior: Plain(posterior.parameters(), 0.1)
+        ABNN, "optimizer", lambda self, posterior, examples: Plain(posterior.parameters(), 0.1)
     )
     bnn.fit([(x, y)], validation=[(x, y)], progress=False, seed=4)
     for member in range(2):

@@ -15,7 +15,7 @@ from bayesify.errors import (
 )
 from bayesify.io import load
 from bayesify.likelihood import Binary, Classification, Likelihood, Multilabel, Regression
-from bayesify.methods import ABNN, IBNN, BayesAdapter, Method
+from bayesify.methods import ABNN, IBNN, MAP, BayesAdapter, MeanFieldVI, Method, Temperature
 from bayesify.model import BayesianModel, convert
 from bayesify.plan import Plan, plan
 from bayesify.prediction import Prediction
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ABNN",
     "IBNN",
+    "MAP",
     "BayesAdapter",
     "BayesianModel",
     "BayesifyError",
@@ -34,6 +35,7 @@ __all__ = [
     "CorruptFileError",
     "DataError",
     "Likelihood",
+    "MeanFieldVI",
     "Method",
     "MissingExtraError",
     "Multilabel",
@@ -43,6 +45,7 @@ __all__ = [
     "Prediction",
     "Regression",
     "SettingError",
+    "Temperature",
     "UnknownSiteError",
     "UnsupportedNetworkError",
     "WrongNetworkError",

@@ -76,7 +76,9 @@ class Search:
         try:
             quiet = self._try(0.0, everything=True)
             self.coldest = min(1.0, quiet.temperature)
-            noisy = self._try(self._search(before), everything=True)
+            noisy = quiet
+            if self.model.posterior.varies():
+                noisy = self._try(self._search(before), everything=True)
         finally:
             self.model.noise = before
         best = min(quiet, noisy, key=lambda trial: trial.nll)

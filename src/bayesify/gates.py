@@ -52,7 +52,7 @@ def gate_inputs(network: nn.Module, *, biases: bool = False) -> list[Site]:
 
 
 def add_gate(module: nn.Module, path: str, channels: int, hook: Callable[..., Any]) -> Site:
-    """Puts a gate of ones before a module, which `hook`, a forward pre-hook with keywords, reads."""
+    """Puts a gate of ones before a module; `hook`, a pre-hook with keywords, reads it."""
     like = next(module.parameters(), torch.empty(0))
     ones = torch.ones(channels, dtype=like.dtype, device=like.device)
     module.register_buffer(GATE, ones, persistent=False)

@@ -131,6 +131,10 @@ class Posterior(nn.Module, ABC):
             for name, value in group.items()
         }
 
+    def varies(self) -> bool:
+        """Whether draws differ at all."""
+        return self.components > 1 or bool(self.shapes())
+
     def adopt_statistics(self, statistics: Mapping[str, Tensor]) -> None:
         """Takes over the running statistics of normalisation layers, so that they can adapt."""
         self.statistics = NamedTensors(statistics, trainable=False)

@@ -115,6 +115,9 @@ def find_norms(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
 def find_parameters(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
     """Finds every parameter that holds real numbers, tied ones once.
 
+    Raises:
+        NothingToRandomiseError: If there is none.
+
     Example:
         >>> [site.name for site in find_parameters(nn.Linear(2, 3))[0]]
         ['weight', 'bias']
@@ -129,6 +132,10 @@ def find_parameters(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
             skipped.append(Skipped(name, kind, "its numbers are not real"))
         else:
             sites.append(Site(name, tuple(parameter.shape), kind))
+    if not sites:
+        raise NothingToRandomiseError(
+            "the network has no parameter of real numbers that could become random."
+        )
     return sites, skipped
 
 

@@ -36,7 +36,8 @@ class FitResult:
     Args:
         steps: Training steps done.
         seconds: Time taken, over all sessions of a resumed fit.
-        kept: The state kept: "network" (noise 0), "untrained", or "step N".
+        kept: The state kept: "network" (noise 0), "untrained", "step N", or "solved" where a method
+            computes rather than trains.
         network_nll: Held-out NLL of the network itself.
         untrained_nll: Held-out NLL of the posterior before training.
         nll: Held-out NLL of the state kept.
@@ -73,6 +74,7 @@ class _Progress:
     network_nll: float = math.inf
     untrained_nll: float = math.inf
     best_noise: float = 0.0
+    best_temperature: float = 1.0
     history: list[list[float]] = field(default_factory=list)
 
 
@@ -131,7 +133,10 @@ class Fit:
         """Trains, and leaves the model in the best state found, whatever happens on the way."""
         model = self.model
         home, self.noise = model.device, model.noise
-        self.best, self.at = self._snapshot(), _Progress(best_noise=model.noise)
+        self.best, self.at = (
+            self._snapshot(),
+            _Progress(best_noise=model.noise, best_temperature=model.temperature),
+        )
         model.to(self.processes.device if home.type == "cpu" else home)
         try:
             self._train()
@@ -168,18 +173,14 @@ class Fit:
         self.optimizer = self.method.optimizer(model.posterior, self.examples)
         if self.optimizer is None:
             self.steps = 0
-        else:
-            self._check_first_batch()
-            if own := list(model.likelihood.parameters()):
-                self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
+        elif own := list(model.likelihood.parameters()):
+            self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
         if not self._resume():
             self._first_validation()
         if self.optimizer is not None:
             self._descend(self.optimizer)
-        before = self._snapshot()
-        self.method.solve(model, labelled(self.loader), self.held.batches)
-        now = model.state_dict()
-        if any(not torch.equal(now[name], value) for name, value in before.items()):
+        if self.method.solves:
+            self.method.solve(model, labelled(self.loader), self.held.batches)
             self._validate(math.nan)
         self._save()
 
@@ -227,9 +228,8 @@ class Fit:
         groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
         return groups or (1 if self.method.adapts_statistics else None)
 
-    def _check_first_batch(self) -> None:
-        """Raises, before anything is trained, if the data do not suit the method."""
-        inputs, _ = next(labelled(self.loader))
+    def _check(self, inputs: Inputs) -> None:
+        """Raises, before anything is trained, if batches like this one do not suit the method."""
         if self.outliers is not None:
             self.outliers.check(inputs)
         if self.method.slices > len(inputs):
@@ -255,6 +255,8 @@ class Fit:
     ) -> float:
         """One step on a batch: the gradients of its parts and rounds, summed over processes."""
         inputs.require_finite()
+        if self.at.step == 0:
+            self._check(inputs)
         step_seed = key("step", self.seed, self.at.step)
         if self.augment is not None:
             inputs = _augmented(inputs, self.augment, step_seed)
@@ -434,7 +436,8 @@ class Fit:
         nll, _ = self._judge(draws=self.draws)
         at.history.append([at.step, loss, nll])
         if nll < at.best:
-            at.best, at.kept, at.best_noise = nll, f"step {at.step}", self.model.noise
+            at.best, at.kept = nll, f"step {at.step}" if at.step else "solved"
+            at.best_noise, at.best_temperature = self.model.noise, self.model.temperature
             self.best = self._snapshot()
         self._save()
 
@@ -450,7 +453,7 @@ class Fit:
             for name, value in self.model.state_dict().items():
                 value.copy_(self.best[name])
         self.model.zero_grad()
-        self.model.noise = self.at.best_noise
+        self.model.noise, self.model.temperature = self.at.best_noise, self.at.best_temperature
 
     # Checkpoints: one safetensors file with the state now, the best state and the optimizer's.
 

@@ -7,15 +7,30 @@ from bayesify.errors import SettingError
 from bayesify.methods.abnn import ABNN
 from bayesify.methods.bayes_adapter import BayesAdapter
 from bayesify.methods.ibnn import IBNN
+from bayesify.methods.mean_field_vi import MeanFieldVI
 from bayesify.methods.method import Method
+from bayesify.methods.network import MAP, Temperature
 
 METHODS: dict[str, type[Method]] = {
     "abnn": ABNN,
     "bayes-adapter": BayesAdapter,
     "ibnn": IBNN,
+    "map": MAP,
+    "temperature": Temperature,
+    "mean-field-vi": MeanFieldVI,
 }
 
-__all__ = ["ABNN", "IBNN", "METHODS", "BayesAdapter", "Method", "make_method"]
+__all__ = [
+    "ABNN",
+    "IBNN",
+    "MAP",
+    "METHODS",
+    "BayesAdapter",
+    "MeanFieldVI",
+    "Method",
+    "Temperature",
+    "make_method",
+]
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:

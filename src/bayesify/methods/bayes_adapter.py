@@ -4,8 +4,8 @@ Deng et al., *BayesAdapter: Being Bayesian, Inexpensively and Reliably, via Baye
 (https://arxiv.org/abs/2010.01979).
 
 Every weight is $w = \mu + \exp(\psi) \epsilon$ with $\mu$ from the checkpoint. With the prior
-$N(0, \sigma_0^2)$ and n examples, the gradients of KL / n are added to those of the mean loss by the
-optimizer and never computed by autograd, $\lambda = 1 / (\sigma_0^2 n)$:
+$N(0, \sigma_0^2)$ and n examples, the gradients of KL / n are added to those of the mean loss by
+the optimizer and never computed by autograd, $\lambda = 1 / (\sigma_0^2 n)$:
 
 $$\nabla \mu \mathrel{+}= \lambda \mu, \qquad
 \nabla \psi \mathrel{+}= \lambda \exp(2 \psi) - 1 / n$$
@@ -16,11 +16,10 @@ be unsure, the mutual information of two draws is pushed up to a margin $\gamma$
 
 $$\max(0, \gamma - I(x')), \qquad I = H(\bar p) - \overline{H(p)} \le \log 2$$
 
-Outliers are training images under uniform noise (`ood_radius`), data of the user's (`fit(ood=...)`),
-or both. With neither, this is the paper's "BayesAdapter-".
+Outliers are training images under uniform noise (`ood_radius`), data of the user's
+(`fit(ood=...)`), or both. With neither, this is the paper's "BayesAdapter-".
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,7 +27,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.errors import NothingToRandomiseError, SettingError
 from bayesify.methods.method import Method
 from bayesify.posterior import MeanField, Posterior
 from bayesify.sites import Site, Skipped, find_parameters
@@ -73,31 +71,20 @@ class BayesAdapter(Method):
     takes_ood: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "log_std", tuple(self.log_std))  # JSON has lists
+        self.check_log_std()
         self.check_numbers("weight_decay", "margin", "ood_weight", "ood_radius", "lr", "psi_lr")
-        low, high = self.log_std if len(self.log_std) == 2 else (math.nan, math.nan)
-        if not -80 <= low <= high <= 10:
-            raise SettingError(
-                f"log_std={self.log_std!r} must be two numbers, the smaller first, from -80 to 10: "
-                f"beyond that a standard deviation, their exponential, overflows in training."
-            )
         super().__post_init__()
 
     def find(self, network: nn.Module) -> tuple[list[Site], list[Skipped]]:
         """Every weight and bias."""
-        sites, skipped = find_parameters(network)
-        if not sites:
-            raise NothingToRandomiseError(
-                "the network has no parameter of real numbers that could become random."
-            )
-        return sites, skipped
+        return find_parameters(network)
 
     def posterior(self, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> Posterior:
         """N(mu, exp(2 psi)), mu at the checkpoint's values."""
         return MeanField(sites, tensors, self.log_std, self.noise)
 
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:
-        """mu and psi at rates of their own, with the KL's gradients built in."""
+        """Means and psi at rates of their own, with the KL's gradients built in."""
         assert isinstance(posterior, MeanField)  # noqa: S101  (made above)
         optimizer = torch.optim.SGD(
             [

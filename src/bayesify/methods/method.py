@@ -31,6 +31,7 @@ class Method(ABC):
     draws: int
 
     takes_ood: ClassVar[bool] = False
+    solves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.noise) and self.noise >= 0):
@@ -128,16 +129,15 @@ class Method(ABC):
     def after_step(self, posterior: Posterior, step: int, steps: int) -> None:  # noqa: B027
         """Called when `step` of `steps` is done, to collect what a method collects."""
 
-    def solve(  # noqa: B027
-        self, model: "BayesianModel", data: Iterable[Any], held: Iterable[Any]
-    ) -> None:
-        """Called when training is over, for what is computed rather than trained.
+    def solve(self, model: "BayesianModel", data: Iterable[Any], held: Iterable[Any]) -> None:
+        """Computes what is not trained; called when training is over, if `solves`.
 
         Args:
             model: What is being fitted.
             data: Training batches of inputs and target.
             held: Batches of inputs and target that training did not see.
         """
+        raise NotImplementedError
 
     def check_draws(self, draws: int) -> int:
         """Returns `draws` if that number can be drawn.
@@ -167,6 +167,16 @@ class Method(ABC):
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SettingError(f"{name}={value!r} must be a whole number, 1 or more.")
+
+    def check_log_std(self) -> None:
+        """Raises if the setting `log_std` is not a range of numbers whose exponential is one."""
+        object.__setattr__(self, "log_std", tuple(self.log_std))  # type: ignore[attr-defined]
+        low, high = self.log_std if len(self.log_std) == 2 else (math.nan, math.nan)  # type: ignore[attr-defined]
+        if not -80 <= low <= high <= 10:
+            raise SettingError(
+                f"log_std={(low, high)} must be two numbers, the smaller first, from -80 to 10: "
+                f"beyond that a standard deviation, their exponential, overflows in training."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The settings, for JSON."""
