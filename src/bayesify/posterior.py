@@ -20,6 +20,8 @@ from bayesify.sites import Site
 
 Draws = dict[str, Tensor]
 
+POOL = 1 << 22
+
 
 def key(*parts: object) -> int:
     """A 63-bit seed from anything printable, the same in every process."""
@@ -48,9 +50,28 @@ def normals(shapes: Mapping[str, Sequence[int]], *, seed: int, indices: Sequence
 
 
 def fresh_normals(shapes: Mapping[str, Sequence[int]], *, seed: int, count: int) -> Draws:
-    """Standard normal noise for `count` training draws, from one generator."""
+    """Standard normal noise for `count` training draws, from one generator.
+
+    Random numbers are dear where every weight of a large network needs one for every example:
+    beyond `POOL` of them, tensors are windows into a pool of that many, at random places, and a
+    tensor's draws are windows shifted against each other. Each draw of a tensor is still made of
+    independent numbers; what a window shares with another falls on other weights.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    if count * sum(sizes.values()) <= POOL:
+        return {
+            name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()
+        }
+    pool = torch.randn(max(POOL, 2 * max(sizes.values())), generator=generator)
+    noise = {}
+    for name, size in sizes.items():
+        shift = (len(pool) - size) // (2 * count)
+        room = len(pool) - size - (count - 1) * shift
+        start = int(torch.randint(room + 1, (), generator=generator))
+        rows = pool.as_strided((count, size), (shift, 1), start)
+        noise[name] = rows.view(count, *shapes[name])
+    return noise
 
 
 class NamedTensors(nn.Module):
