@@ -15,7 +15,17 @@ from bayesify.errors import (
 )
 from bayesify.io import load
 from bayesify.likelihood import Binary, Classification, Likelihood, Multilabel, Regression
-from bayesify.methods import ABNN, IBNN, MAP, BayesAdapter, MeanFieldVI, Method, Temperature
+from bayesify.methods import (
+    ABNN,
+    IBNN,
+    MAP,
+    BayesAdapter,
+    MCDropout,
+    MeanFieldVI,
+    Method,
+    Temperature,
+    TestTimeAugmentation,
+)
 from bayesify.model import BayesianModel, convert
 from bayesify.plan import Plan, plan
 from bayesify.prediction import Prediction
@@ -35,6 +45,7 @@ __all__ = [
     "CorruptFileError",
     "DataError",
     "Likelihood",
+    "MCDropout",
     "MeanFieldVI",
     "Method",
     "MissingExtraError",
@@ -46,6 +57,7 @@ __all__ = [
     "Regression",
     "SettingError",
     "Temperature",
+    "TestTimeAugmentation",
     "UnknownSiteError",
     "UnsupportedNetworkError",
     "WrongNetworkError",

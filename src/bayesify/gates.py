@@ -91,7 +91,15 @@ def _scale_input(
     assert scale is not None  # noqa: S101  (the hook came with it)
     if isinstance(module, _CONVOLUTIONS):
         scale = scale.reshape(-1, *(1 for _ in module.kernel_size))
-    return map_input(lambda x: x * scale.to(x.dtype), args, kwargs)
+    return map_input(lambda x: scaled(x, scale), args, kwargs)
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """An input times a gate, in the input's type and on its device."""
+    scale = scale.to(x.device, x.dtype)
+    if x.is_nested:  # as `nn.TransformerEncoder` makes of padded batches; it has no product
+        return torch.nested.as_nested_tensor([part * scale for part in x.unbind()])
+    return x * scale
 
 
 def map_input(

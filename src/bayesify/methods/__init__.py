@@ -5,7 +5,9 @@ from typing import Any
 
 from bayesify.errors import SettingError
 from bayesify.methods.abnn import ABNN
+from bayesify.methods.augmentation import TestTimeAugmentation
 from bayesify.methods.bayes_adapter import BayesAdapter
+from bayesify.methods.dropout import MCDropout
 from bayesify.methods.ibnn import IBNN
 from bayesify.methods.mean_field_vi import MeanFieldVI
 from bayesify.methods.method import Method
@@ -18,6 +20,8 @@ METHODS: dict[str, type[Method]] = {
     "map": MAP,
     "temperature": Temperature,
     "mean-field-vi": MeanFieldVI,
+    "mc-dropout": MCDropout,
+    "test-time-augmentation": TestTimeAugmentation,
 }
 
 __all__ = [
@@ -26,9 +30,11 @@ __all__ = [
     "MAP",
     "METHODS",
     "BayesAdapter",
+    "MCDropout",
     "MeanFieldVI",
     "Method",
     "Temperature",
+    "TestTimeAugmentation",
     "make_method",
 ]
 
