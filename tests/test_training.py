@@ -11,19 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import bayesify
 from architectures import Recurrent
 from bayesify import (
     ABNN,
+    IBNN,
+    BayesAdapter,
     BayesifyWarning,
     CorruptFileError,
     DataError,
+    MeanFieldVI,
+    Method,
     NonFiniteError,
     SettingError,
 )
 from bayesify.validation import collect, hold_out, seeded
+from conftest import small_cnn
 
 # A few steps on little data may not help, and then the network itself is kept.
 pytestmark = pytest.mark.filterwarnings("ignore:training did not help")
@@ -197,6 +202,122 @@ def test_gradients_are_those_of_the_papers_loss(
             if "posterior.values." + name.replace(".", "/") in steps:
                 found = steps["posterior.values." + name.replace(".", "/")][member]
                 torch.testing.assert_close(found, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+# Parts of a batch
+
+# Pixels of `stripes` run from 0 to 1 by this mean and standard deviation.
+OUTLIERS = {"normalisation": ([0.5], [0.08]), "ood": [torch.rand(30, 1, 8, 8)]}
+ADAPTER = BayesAdapter(draws=2, log_std=(-3.0, -3.0), lr=0.01)
+DOUBTING = BayesAdapter(draws=2, log_std=(-3.0, -3.0), lr=0.01, ood_radius=0.2)
+SCALES = IBNN(draws=3, components=3, lr=0.01, mean_std=0.2)
+PARTS = {
+    "abnn": (METHOD, {}),
+    "abnn-groups": (METHOD, {"groups": 3}),
+    "bayes-adapter": (ADAPTER, {}),
+    "bayes-adapter-groups": (ADAPTER, {"groups": 3}),
+    "bayes-adapter-one-draw": (ADAPTER, {"groups": 1}),
+    "bayes-adapter-outliers": (DOUBTING, OUTLIERS),
+    "bayes-adapter-outliers-groups": (DOUBTING, {**OUTLIERS, "groups": 3}),
+    "bayes-adapter-outliers-one-draw": (DOUBTING, {**OUTLIERS, "groups": 1}),
+    "ibnn": (SCALES, {}),
+    "ibnn-groups": (SCALES, {"groups": 6}),
+}
+
+
+@pytest.mark.usefixtures("last_state")
+@pytest.mark.parametrize("name", PARTS)
+def test_accumulation_gives_the_same_update(
+    trained: nn.Module, stripes: tuple[Tensor, Tensor], name: str
+) -> None:
+    """In 2 parts, in uneven ones and in single examples; the last batch is a short one."""
+    method, settings = PARTS[name]
+    x, y = stripes[0][:26].double(), stripes[1][:26]
+    batches = list(zip(x.split(10), y.split(10), strict=True))
+
+    def run(accumulate: int) -> dict[str, Tensor]:
+        bnn = bayesify.convert(trained, method).double()
+        before = values(bnn)
+        bnn.fit(batches, validation=batches, accumulate=accumulate, progress=False, **settings)
+        after = values(bnn)
+        assert not any(torch.equal(after[name], before[name]) for name in after)
+        return after
+
+    whole = run(1)
+    for accumulate in (2, 3, 20):
+        for parameter, value in run(accumulate).items():
+            torch.testing.assert_close(
+                value, whole[parameter], rtol=1e-5, atol=1e-6, msg=f"{accumulate}: {parameter}"
+            )
+
+
+@pytest.mark.parametrize("method", [METHOD, ADAPTER, SCALES], ids=lambda m: type(m).__name__)
+def test_a_last_batch_of_one_example_does_not_end_draws_for_each(
+    trained: nn.Module, stripes: tuple[Tensor, Tensor], method: Method
+) -> None:
+    batches = list(zip(stripes[0][:11].split(10), stripes[1][:11].split(10), strict=True))
+    bnn = bayesify.convert(trained, method)
+    assert bnn.fit(batches, validation=batches, epochs=2, progress=False).groups is None
+    single = bayesify.convert(trained, method)
+    if method is not SCALES:  # which needs an example for each component
+        assert single.fit(batches[1:], validation=batches, progress=False).groups is None
+
+
+@pytest.mark.parametrize("accumulate", [0, -1])
+def test_bad_accumulation(bnn: bayesify.BayesianModel, loader: DataLoader, accumulate: int) -> None:
+    with pytest.raises(SettingError, match=f"accumulate={accumulate}"):
+        bnn.fit(loader, progress=False, accumulate=accumulate)
+
+
+# n, the number of examples
+
+
+def seen_examples(
+    monkeypatch: pytest.MonkeyPatch, loader: object, validation: object, **settings: object
+) -> set[int]:
+    """Every n that a method with a KL is told in a fit."""
+    told = set()
+    penalty = IBNN.penalty
+
+    def note(self: IBNN, posterior: object, progress: float, examples: int) -> Tensor:
+        told.add(examples)
+        return penalty(self, posterior, progress, examples)
+
+    monkeypatch.setattr(IBNN, "penalty", note)
+    bnn = bayesify.convert(small_cnn(), IBNN(components=2, draws=2))
+    bnn.fit(loader, validation=validation, progress=False, **settings)
+    return told
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows: TensorDataset) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter([self.rows[i] for i in range(len(self.rows))])
+
+
+def test_n_is_the_size_of_the_training_data(
+    monkeypatch: pytest.MonkeyPatch, loader: DataLoader, validation: DataLoader
+) -> None:
+    rows = loader.dataset
+    cases = [
+        (loader, validation, {}, 300),
+        (loader, None, {}, 270),  # a tenth is held out
+        (DataLoader(rows, 50, sampler=SubsetRandomSampler(range(80))), validation, {}, 80),
+        (list(DataLoader(rows, 100)), validation, {}, 300),
+        (loader, validation, {"num_examples": 1000}, 1000),
+        (DataLoader(Stream(rows), 50), validation, {"num_examples": 150}, 150),
+    ]
+    for data, held, settings, n in cases:
+        assert seen_examples(monkeypatch, data, held, **settings) == {n}
+
+
+def test_n_must_be_told_where_it_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, loader: DataLoader, validation: DataLoader
+) -> None:
+    with pytest.raises(DataError, match="num_examples="):
+        seen_examples(monkeypatch, DataLoader(Stream(loader.dataset), 50), validation)
 
 
 # Data that cannot be used
@@ -414,6 +535,63 @@ def test_two_processes_give_the_same_result(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
 
 
+RESUMED = {
+    "abnn": (METHOD, {}),
+    "bayes-adapter": (ADAPTER, {}),
+    "bayes-adapter-outliers": (DOUBTING, OUTLIERS),
+    "bayes-adapter-groups": (ADAPTER, {"groups": 2}),
+    "ibnn": (SCALES, {}),
+    "ibnn-scratch": (IBNN(components=2, draws=2, lr=0.01, scratch=True), {}),
+    "mean-field-vi": (MeanFieldVI(lr=0.01), {}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_interrupted_and_resumed_gives_the_same_result(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader, tmp_path: Path, name: str
+) -> None:
+    method, settings = RESUMED[name]
+
+    class Interrupted:
+        """The loader, which breaks off at a batch."""
+
+        def __init__(self, last: int) -> None:
+            self.left = last
+
+        def __len__(self) -> int:
+            return len(loader)
+
+        def __iter__(self) -> Iterator[object]:
+            for batch in loader:
+                if self.left == 0:
+                    raise KeyboardInterrupt
+                self.left -= 1
+                yield batch
+
+    def run(checkpoint: Path, data: object) -> tuple[list[object], dict[str, Tensor]]:
+        bnn = bayesify.convert(trained, method)
+        result = bnn.fit(
+            data,
+            epochs=2,
+            validation=validation,
+            checkpoint=checkpoint,
+            checkpoint_seconds=0,
+            augment="crop-flip",
+            progress=False,
+            **settings,
+        )
+        found = [result.steps, result.kept, result.nll, result.history, bnn.noise]
+        return found, bnn.posterior.tensors()
+
+    whole, expected = run(tmp_path / "a", loader)
+    for last in (2, 6):  # within the first epoch, and within the second
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "b", Interrupted(last))
+    parts, found = run(tmp_path / "b", loader)
+    assert parts == whole
+    assert same(expected, found)
+
+
 def test_a_finished_fit_is_not_done_again(
     trained: nn.Module, loader: DataLoader, validation: DataLoader, tmp_path: Path
 ) -> None:
@@ -451,3 +629,16 @@ def test_a_damaged_checkpoint_is_an_error(
         bnn.fit(loader, validation=list(loader), checkpoint=file, progress=False)
     assert same(before, values(bnn))
     assert file.read_bytes() == content
+
+
+def test_the_last_state_is_kept_if_asked_for(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader
+) -> None:
+    ruinous = bayesify.convert(trained, ABNN(members=2, draws=12, noise=0.03, lr=3.0))
+    best = ruinous.fit(loader, validation=validation, progress=False)
+    ruinous = bayesify.convert(trained, ABNN(members=2, draws=12, noise=0.03, lr=3.0))
+    last = ruinous.fit(loader, validation=validation, progress=False, keep="last")
+    assert last.kept == f"step {last.steps}"
+    assert last.nll == last.history[-1][2] > best.nll
+    with pytest.raises(SettingError, match="keep='first' must be 'best' or 'last'"):
+        ruinous.fit(loader, validation=validation, progress=False, keep="first")

@@ -183,6 +183,7 @@ class BayesianModel(nn.Module):
         groups: int | None = None,
         accumulate: int = 1,
         validations: int = 4,
+        keep: str = "best",
         normalisation: Normalisation | None = None,
     ) -> FitResult:
         """Trains the posterior's own parameters and keeps the best state by held-out likelihood.
@@ -207,6 +208,7 @@ class BayesianModel(nn.Module):
                 for every example where that is cheap and the network can be vectorised so.
             accumulate: Runs a batch in that many parts, with the same result and less memory.
             validations: How often held-out data is looked at.
+            keep: "best", or "last": the state when training is over, whatever held-out data says.
             normalisation: Mean and standard deviation of each channel by which images were
                 normalised, for methods that add noise in pixel units.
 
@@ -239,6 +241,7 @@ class BayesianModel(nn.Module):
             groups=groups,
             accumulate=accumulate,
             validations=validations,
+            keep=keep,
         ).run()
 
     def calibrate(

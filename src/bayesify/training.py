@@ -99,10 +99,13 @@ class Fit:
         groups: int | None,
         accumulate: int,
         validations: int,
+        keep: str = "best",
     ) -> None:
         _check(precision, epochs=epochs, accumulate=accumulate, validations=validations)
         if groups is not None and groups < 1:
             raise SettingError(f"groups={groups} must be 1 or more, or None for the default.")
+        if keep not in ("best", "last"):
+            raise SettingError(f"keep={keep!r} must be 'best' or 'last'.")
         from accelerate import PartialState
 
         self.model = model
@@ -113,6 +116,7 @@ class Fit:
         self.precision = PRECISIONS[precision]
         self.outliers = outliers
         self.accumulate = accumulate
+        self.keep = keep
         self.groups = groups or self._default_groups()
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
@@ -435,7 +439,7 @@ class Fit:
         at = self.at
         nll, _ = self._judge(draws=self.draws)
         at.history.append([at.step, loss, nll])
-        if nll < at.best:
+        if nll < at.best or (self.keep == "last" and at.step == self.steps):
             at.best, at.kept = nll, f"step {at.step}" if at.step else "solved"
             at.best_noise, at.best_temperature = self.model.noise, self.model.temperature
             self.best = self._snapshot()
