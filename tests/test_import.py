@@ -9,7 +9,7 @@ import bayesify
 
 HEAVY = [
     "matplotlib", "torchmetrics", "accelerate", "sklearn", "scipy", "pandas", "typer", "rich",
-    "timm", "torchvision", "transformers", "PIL",
+    "timm", "torchvision", "transformers", "PIL", "laplace",
 ]  # fmt: skip
 
 # What stands higher never imports what stands lower, at the top of a file.
@@ -17,7 +17,7 @@ ORDER = [
     "errors", "sites", "gates", "posterior",
     "methods.method", "methods.abnn", "methods.bayes_adapter", "methods.ibnn",
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
-    "methods.ensemble", "methods.swag", "methods.laplace", "methods",
+    "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace", "methods",
     "batches", "likelihood", "sampling", "plan", "prediction", "files", "augmentation",
     "validation", "outliers", "training", "calibration", "model",
     "evaluation", "evaluation.metrics", "evaluation.attacks", "evaluation.report",

@@ -59,7 +59,9 @@ class Plan:
     @property
     def shares_trunk(self) -> bool:
         """Whether layers stand before the first random one, and need to run but once."""
-        return bool(self.sites) and self.sites[0].name != self.candidates[0]
+        if not self.sites:
+            return False
+        return self.method.shares_trunk or self.sites[0].name != self.candidates[0]
 
     def summary(self) -> dict[str, str]:
         """The totals, for people."""

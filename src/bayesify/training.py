@@ -184,9 +184,29 @@ class Fit:
         if self.optimizer is not None:
             self._descend(self.optimizer)
         if self.method.solves:
-            self.method.solve(model, labelled(self.loader), self.held.batches)
-            self._validate(math.nan)
+            self._solve()
         self._save()
+
+    def _solve(self) -> None:
+        """Computes what is not trained; where that is all, it is kept even if it does not help.
+
+        Then the noise is 0, which is the network itself, and `calibrate` can still choose another.
+        """
+        at, begun = self.at, time.monotonic()
+        with seeded(key("solve", self.seed), self.loader):
+            self.method.solve(self.model, self._one_pass(), self.held.batches)
+        at.seconds += time.monotonic() - begun
+        self._validate(math.nan)
+        if self.optimizer is None and at.kept != "solved":
+            at.kept, at.best_noise, self.best = "network", 0.0, self._snapshot()
+
+    def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:
+        """The training batches, once."""
+        from tqdm.auto import tqdm
+
+        batches = islice(labelled(self.loader), self.steps_an_epoch)
+        total, hidden = self.steps_an_epoch, not self.show
+        yield from tqdm(batches, total=total, disable=hidden, desc="solve", unit="batch")
 
     def _descend(self, optimizer: torch.optim.Optimizer) -> None:
         """The training steps that are still to do."""

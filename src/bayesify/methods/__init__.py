@@ -9,6 +9,7 @@ from bayesify.methods.augmentation import TestTimeAugmentation
 from bayesify.methods.bayes_adapter import BayesAdapter
 from bayesify.methods.dropout import MCDropout
 from bayesify.methods.ibnn import IBNN
+from bayesify.methods.laplace import Laplace
 from bayesify.methods.mean_field_vi import MeanFieldVI
 from bayesify.methods.method import Method
 from bayesify.methods.network import MAP, Temperature
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
     "map": MAP,
     "temperature": Temperature,
     "mean-field-vi": MeanFieldVI,
+    "laplace": Laplace,
     "mc-dropout": MCDropout,
     "test-time-augmentation": TestTimeAugmentation,
 }
@@ -30,6 +32,7 @@ __all__ = [
     "MAP",
     "METHODS",
     "BayesAdapter",
+    "Laplace",
     "MCDropout",
     "MeanFieldVI",
     "Method",

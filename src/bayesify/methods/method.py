@@ -43,6 +43,11 @@ class Method(ABC):
         """How many members or mixture components the posterior has."""
         return 1
 
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether all that can be random stands behind layers that draws have in common."""
+        return False
+
     @abstractmethod
     def find(self, network: nn.Module) -> tuple[list[Site], list[Skipped]]:
         """The tensors of a network that can become random, and the layers that cannot.
