@@ -14,11 +14,11 @@ HEAVY = [
 
 # What stands higher never imports what stands lower, at the top of a file.
 ORDER = [
-    "errors", "sites", "gates", "posterior",
+    "errors", "files", "sites", "gates", "posterior",
     "methods.method", "methods.abnn", "methods.bayes_adapter", "methods.ibnn",
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace", "methods",
-    "batches", "likelihood", "sampling", "plan", "prediction", "files", "augmentation",
+    "batches", "likelihood", "sampling", "plan", "prediction", "augmentation",
     "validation", "outliers", "training", "calibration", "model",
     "evaluation", "evaluation.metrics", "evaluation.attacks", "evaluation.report",
     "evaluation.plots", "io", "zoo", "data", "demo", "cli",

@@ -1,5 +1,6 @@
 """What would become random, and what it would cost, before anything is done."""
 
+import math
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -50,7 +51,7 @@ class Plan:
         lines = [repr(self.method), "", f"{'site':<{width}}  {'layer':<18}{'shape':<12}numbers"]
         for site in self.sites:
             shape = "x".join(map(str, site.shape))
-            numbers = f"{_numel(site):,}"
+            numbers = f"{math.prod(site.shape):,}"
             lines.append(f"{site.name:<{width}}  {site.kind:<18}{shape:<12}{numbers:>7}")
         lines += ["", *(f"{name + ':':<19}{value}" for name, value in self.summary().items())]
         lines += [f"skipped {skip.name} ({skip.kind}): {skip.reason}" for skip in self.skipped]
@@ -120,17 +121,10 @@ def plan(
         method=method,
         sites=tuple(sites),
         skipped=tuple(skipped),
-        random_numbers=sum(_numel(site) for site in sites),
+        random_numbers=sum(math.prod(shape) for shape in posterior.shapes().values()),
         trainable=trainable,
         fraction=trainable / max(1, sum(tensor.numel() for tensor in model.parameters())),
         bytes=sum(tensor.nbytes for tensor in posterior.tensors().values()),
         candidates=tuple(site.name for site in candidates),
         network=network,
     )
-
-
-def _numel(site: Site) -> int:
-    numbers = 1
-    for size in site.shape:
-        numbers *= size
-    return numbers

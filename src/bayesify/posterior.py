@@ -143,6 +143,10 @@ class Posterior(nn.Module, ABC):
         """Tensors that take the place of the network's own and are the same in every draw."""
         return dict(self.statistics.items())
 
+    def in_training(self) -> "Posterior":
+        """The distribution that training runs the network at, if that is another one."""
+        return self
+
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
         return {

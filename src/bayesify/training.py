@@ -1,6 +1,7 @@
 """fit: trains a posterior's own parameters and keeps the best state by held-out likelihood."""
 
 import contextlib
+import json
 import math
 import time
 import warnings
@@ -131,7 +132,9 @@ class Fit:
         self.steps = epochs * self.steps_an_epoch
         self.examples = num_examples or _examples(self.loader, self.steps_an_epoch)
         self.every = max(1, self.steps // validations)
-        self.draws = self.method.components * max(1, round(8 / self.method.components))
+        components = self.method.components
+        each = max(1, round(8 / components)) if model.posterior.shapes() else 1
+        self.draws = components * each
 
     def run(self) -> FitResult:
         """Trains, and leaves the model in the best state found, whatever happens on the way."""
@@ -248,7 +251,7 @@ class Fit:
 
     def _default_groups(self) -> int | None:
         """Draws of a training batch; batches are run whole where they need statistics."""
-        shapes = self.model.posterior.shapes().values()
+        shapes = self.model.posterior.in_training().shapes().values()
         groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
         return groups or (1 if self.method.adapts_statistics else None)
 
@@ -396,15 +399,15 @@ class Fit:
         at_least: int = 1,
     ) -> Tensor:
         """Outputs for rows `mine` of `size`, each at a draw of its own or at its group's."""
-        model = self.model
+        model, posterior = self.model, self.model.posterior.in_training()
         exemplar = self._is_exemplar(inputs)
         count = max(self.groups or GROUPS, self.method.slices, at_least)
         count = size if exemplar else min(count, size)
         rows = mine if exemplar else slice(None)
-        noise = fresh_normals(model.posterior.shapes(), seed=seed, count=count)
+        noise = fresh_normals(posterior.shapes(), seed=seed, count=count)
         noise = {name: value[rows].to(model.device) for name, value in noise.items()}
         component = self.method.component(turn, count)[rows].to(model.device)
-        draws = model.posterior(component, noise)
+        draws = posterior(component, noise)
         if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
             return runner.paired(draws, apart).flatten(0, 1)
@@ -421,7 +424,7 @@ class Fit:
         """Whether every example gets a draw of its own: if the network can be vectorised so."""
         if self.groups is None:
             with torch.no_grad():
-                draws = self.model.posterior.draws(self.seed, range(2))
+                draws = self.model.posterior.in_training().draws(self.seed, range(2))
             if not draws:
                 self.groups = 1
             elif not self.model.runner.can_vectorise(draws, inputs, paired=True):
@@ -449,7 +452,7 @@ class Fit:
                 BayesifyWarning,
                 stacklevel=2,
             )
-        network_wins = at.network_nll < at.untrained_nll
+        network_wins = at.network_nll <= at.untrained_nll
         at.best, at.kept = min((at.network_nll, "network"), (at.untrained_nll, "untrained"))
         at.best_noise = 0.0 if network_wins else noise
         self.best = self._snapshot()
@@ -483,13 +486,15 @@ class Fit:
 
     def _signature(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be continued."""
-        return {
+        signature = {
             "method": {"name": type(self.method).__name__, **self.method.to_dict()},
             "network": self.model.fingerprint(),
             "seed": self.seed,
             "steps": self.steps,
             "noise": self.noise,
         }
+        as_written: dict[str, Any] = json.loads(json.dumps(signature))  # JSON has no tuples
+        return as_written
 
     def _state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}

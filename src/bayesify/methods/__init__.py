@@ -8,11 +8,13 @@ from bayesify.methods.abnn import ABNN
 from bayesify.methods.augmentation import TestTimeAugmentation
 from bayesify.methods.bayes_adapter import BayesAdapter
 from bayesify.methods.dropout import MCDropout
+from bayesify.methods.ensemble import DeepEnsemble
 from bayesify.methods.ibnn import IBNN
 from bayesify.methods.laplace import Laplace
 from bayesify.methods.mean_field_vi import MeanFieldVI
 from bayesify.methods.method import Method
 from bayesify.methods.network import MAP, Temperature
+from bayesify.methods.swag import SWAG
 
 METHODS: dict[str, type[Method]] = {
     "abnn": ABNN,
@@ -21,6 +23,8 @@ METHODS: dict[str, type[Method]] = {
     "map": MAP,
     "temperature": Temperature,
     "mean-field-vi": MeanFieldVI,
+    "deep-ensemble": DeepEnsemble,
+    "swag": SWAG,
     "laplace": Laplace,
     "mc-dropout": MCDropout,
     "test-time-augmentation": TestTimeAugmentation,
@@ -31,7 +35,9 @@ __all__ = [
     "IBNN",
     "MAP",
     "METHODS",
+    "SWAG",
     "BayesAdapter",
+    "DeepEnsemble",
     "Laplace",
     "MCDropout",
     "MeanFieldVI",
