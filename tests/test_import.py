@@ -20,8 +20,12 @@ ORDER = [
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace", "methods",
     "batches", "likelihood", "sampling", "plan", "prediction", "augmentation",
     "validation", "outliers", "training", "calibration", "model",
-    "evaluation", "evaluation.metrics", "evaluation.attacks", "evaluation.report",
-    "evaluation.plots", "io", "zoo", "data", "demo", "cli",
+    "evaluation", "evaluation.checks", "evaluation.ranking", "evaluation.calibration",
+    "evaluation.classification", "evaluation.detection", "evaluation.selective",
+    "evaluation.regression", "evaluation.segmentation", "evaluation.diversity",
+    "evaluation.metrics", "evaluation.streaming", "evaluation.pixels", "evaluation.attacks",
+    "evaluation.report", "evaluation.shifts", "evaluation.landscape", "evaluation.plots",
+    "io", "zoo", "data", "demo", "cli",
 ]  # fmt: skip
 
 

@@ -9,22 +9,15 @@ from torch import Tensor
 
 from bayesify.batches import labelled
 from bayesify.errors import SettingError
-from bayesify.evaluation.metrics import aupr, auroc, brier, calibration_error, fpr95
+from bayesify.evaluation.calibration import calibration_error
+from bayesify.evaluation.classification import brier
+from bayesify.evaluation.detection import Detection, detect
 from bayesify.prediction import Prediction
 
 if TYPE_CHECKING:
     from bayesify.model import BayesianModel
 
 SCORES = ("uncertainty", "aleatoric", "epistemic", "confidence")
-
-
-@dataclass(frozen=True)
-class Detection:
-    """How well a score tells other data from the test set's."""
-
-    auroc: float
-    aupr: float
-    fpr95: float
 
 
 @dataclass(frozen=True)
@@ -79,10 +72,7 @@ def evaluate(
     found = {}
     for name, other in (ood or {}).items():
         outside = scored(model.predict(other, draws=draws, seed=seed), score)
-        inside = whole["score"]
-        found[name] = Detection(
-            auroc(inside, outside), aupr(inside, outside), fpr95(inside, outside)
-        )
+        found[name] = detect(whole["score"], outside)
     return summarise(whole, examples, found)
 
 
