@@ -170,6 +170,22 @@ class Fit:
             history,
         )
 
+    def gradient(self, inputs: Inputs, target: Tensor, seed: int) -> Tensor:
+        """The gradient of a step on a batch, of all that the posterior trains, as one vector.
+
+        The step is not taken, running statistics are not adapted, and the penalty counts in full.
+        """
+        model = self.model
+        self.runner, self.at = model.runner, _Progress(step=self.steps)
+        self.scaler = torch.amp.GradScaler(model.device.type, enabled=False)
+        model.zero_grad()
+        self._part(inputs, target, seed, slice(0, len(inputs)), len(inputs))
+        self._penalty()
+        parameters = list(model.posterior.parameters())
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        model.zero_grad()
+        return torch.cat([grad.flatten() for grad in grads])
+
     def _train(self) -> None:
         model = self.model
         self.runner = model.runner
