@@ -76,7 +76,7 @@ def main() -> None:
     fitted = bnn.fit(
         loader(f"cifar10:train[:{arguments.train}]", 64, shuffle=True),
         epochs=arguments.epochs,
-        augment="crop-flip",
+        augment="strong",
         seed=seed,
         normalisation=CIFAR10_NORMALISATION,
         checkpoint=Path("/tmp") / f"bayesify-{name}-{seed}.safetensors",  # noqa: S108

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 # A shared machine stalls now and then: time limits are pytest's.
@@ -130,3 +131,17 @@ def untouched() -> Callable[[nn.Module], object]:
             assert after == before
 
     return check
+
+
+@pytest.fixture
+def gradients() -> Iterator[list[dict[int, Tensor]]]:
+    """Each step's gradients by the parameter's id, before an optimizer adds anything to them."""
+    found: list[dict[int, Tensor]] = []
+
+    def note(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        trained = (p for group in optimizer.param_groups for p in group["params"])
+        found.append({id(p): p.grad.clone() for p in trained if p.grad is not None})
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield found
+    handle.remove()

@@ -21,6 +21,9 @@ def test_classification() -> None:
     torch.testing.assert_close(likelihood.loss(logits, target), expected)
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
     torch.testing.assert_close(likelihood.loss(logits, target, weight), expected * weight[target])
+    for dtype in (torch.float64, torch.bfloat16):  # a network of another precision
+        found = likelihood.loss(logits.to(dtype), target, weight.to(dtype))
+        torch.testing.assert_close(found, expected * weight[target], atol=0.05, rtol=0.05)
     torch.testing.assert_close(likelihood.nll(averages(likelihood, logits[None]), target), expected)
 
 
@@ -147,6 +150,101 @@ def test_likelihood_by_name() -> None:
     assert isinstance(as_likelihood("binary"), Binary)
     with pytest.raises(SettingError, match="classification, binary, multilabel, regression"):
         as_likelihood("poisson")
+
+
+# How much draws disagree
+
+
+def certain(*classes: int) -> Tensor:
+    """Logits `[S, 1, 3]` of draws that are sure of a class each, to the last bit."""
+    return 1e5 * functional.one_hot(torch.tensor(classes), 3).float().unsqueeze(1)
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [((0, 1), math.log(2)), ((0, 0), 0.0), ((0, 1, 2), math.log(3)), ((0, 0, 1, 1), math.log(2))],
+)
+def test_information_of_certain_draws(classes: tuple[int, ...], expected: float) -> None:
+    found = Classification().mutual_information(certain(*classes))
+    torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_two_draws_disagree_by_log_2_at_most() -> None:
+    found = Classification().mutual_information(5 * torch.randn(2, 1000, 7))
+    assert (found > -1e-6).all()
+    assert (found <= math.log(2) + 1e-6).all()
+
+
+def test_equal_draws_have_no_information() -> None:
+    outputs = torch.randn(1, 5, 4).expand(3, 5, 4)
+    for likelihood in (Classification(), Multilabel()):
+        found = likelihood.mutual_information(outputs)
+        torch.testing.assert_close(found, torch.zeros(5), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("likelihood", [Classification(), Multilabel()], ids=lambda x: x.kind)
+def test_information_is_what_a_prediction_calls_epistemic(likelihood: bayesify.Likelihood) -> None:
+    outputs = 3 * torch.randn(4, 6, 5)
+    prediction = bayesify.Prediction(likelihood.kind, averages(likelihood, outputs))
+    expected = prediction.epistemic.reshape(6, -1).mean(1)
+    found = likelihood.mutual_information(outputs)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_information_of_a_segmentation_is_the_mean_over_positions() -> None:
+    outputs = 3 * torch.randn(2, 5, 4, 3, 6)
+    found = Classification().mutual_information(outputs)
+    assert found.shape == (5,)
+    pixels = outputs.permute(0, 1, 3, 4, 2).reshape(2, -1, 4)
+    each = Classification().mutual_information(pixels)
+    torch.testing.assert_close(found, each.view(5, -1).mean(1))
+
+
+def test_information_of_yes_and_no() -> None:
+    logits = torch.tensor([[1e3], [-1e3]])
+    found = Binary().mutual_information(
+        torch.stack([Binary().read(row) for row in logits[:, None]])
+    )
+    torch.testing.assert_close(found, torch.tensor([math.log(2)]))
+    labels = torch.tensor([[[1e3, 1e3]], [[-1e3, 1e3]]])  # of two labels, one is disputed
+    found = Multilabel().mutual_information(labels)
+    torch.testing.assert_close(found, torch.tensor([math.log(2) / 2]))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs"),
+    [
+        (Classification(), certain(0, 1)),
+        (Classification(), certain(2, 2)),
+        (Multilabel(), torch.tensor([[[1e3, -1e3]], [[-1e3, -1e3]]])),
+    ],
+    ids=["opposite", "equal", "labels"],
+)
+def test_gradients_are_finite_where_probabilities_are_0(
+    likelihood: bayesify.Likelihood, outputs: Tensor
+) -> None:
+    outputs = outputs.clone().requires_grad_()
+    assert (likelihood.statistics(outputs)["probs"] == 0).any()
+    likelihood.mutual_information(outputs).sum().backward()
+    assert torch.isfinite(outputs.grad).all()
+
+
+def test_information_has_the_gradient_of_its_formula() -> None:
+    outputs = torch.randn(2, 3, 4, dtype=torch.float64).requires_grad_()
+
+    def information(logits: Tensor) -> Tensor:
+        return Classification().mutual_information(logits).sum()
+
+    (found,) = torch.autograd.grad(information(outputs), outputs)
+    probs = outputs.softmax(2)
+    total = -(probs.mean(0) * probs.mean(0).log()).sum()
+    (expected,) = torch.autograd.grad(total + (probs * probs.log()).sum() / 2, outputs)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_values_have_no_information_to_train_on() -> None:
+    with pytest.raises(SettingError, match="'classification', 'binary' or 'multilabel'"):
+        Regression().mutual_information(torch.randn(2, 3, 2, 1))
 
 
 def test_wrong_likelihood_for_the_network(cnn: nn.Module, images: Tensor) -> None:

@@ -8,11 +8,12 @@ import io
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -92,7 +93,14 @@ Weights = Annotated[
     Path | None,
     typer.Option(help="The network's weights, .safetensors. Built-in networks have their own."),
 ]
-MethodName = Annotated[str, typer.Option("--method", help="What becomes random: abnn.")]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help="What becomes random: abnn, bayes-adapter, ibnn; or a baseline: map, temperature, "
+        "mc-dropout, deep-ensemble, swag, laplace, test-time-augmentation, mean-field-vi.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -213,6 +221,13 @@ def fit(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
     batch_size: BatchSize = 64,
     augment: Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")] = None,
+    ood: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Other data to learn doubt from: bayes-adapter only."),
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="Draws a batch; the method chooses otherwise.")
+    ] = None,
     normalise: Normalise = None,
     size: Size = None,
     seed: Seed = 0,
@@ -240,6 +255,7 @@ def fit(
     held = None if validation is None else _loader(validation, batch_size, normalise, size)
     # Read before training, so that a wrong name does not cost a night.
     spare = None if calibration is None else _loader(calibration, batch_size, normalise, size)
+    strange = None if ood is None else _loader(ood, batch_size, normalise, size)
     bnn = convert(
         load_model(model, weights=weights),
         _method(method, settings),
@@ -256,6 +272,9 @@ def fit(
             epochs=epochs,
             validation=held,
             augment=augment,
+            ood=strange,
+            groups=groups,
+            normalisation=_normalisation(normalise),
             checkpoint=kept,
             seed=seed,
             progress=progress,
@@ -377,13 +396,21 @@ def _method(name: str, settings: list[str] | None) -> "Method":
 
 
 def _read(name: str, text: str, kind: Any) -> Any:
-    if kind not in (int, float):
-        return text  # of no setting there is, which the method says better
-    try:
-        return kind(text)
-    except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise SettingError(f"--set {name}={text}: {wanted} is wanted.") from None
+    """The value of a setting of that kind; what has another kind is left to the method to say."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    readers: dict[Any, tuple[Callable[[str], Any], str]] = {
+        bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+        int: (int, "a whole number"),
+        float: (float, "a number"),
+        tuple[float, float]: (lambda pair: tuple(map(float, pair.split(","))), "two numbers, A,B"),
+    }
+    for known, (read, wanted) in readers.items():
+        if known in kinds:
+            try:
+                return read(text)
+            except (ValueError, KeyError):
+                raise SettingError(f"--set {name}={text}: {wanted} is wanted.") from None
+    return text
 
 
 def _where(globs: list[str] | None, last: int | None) -> list[str] | int | None:

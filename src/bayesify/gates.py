@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify.sites import Site
+from bayesify.sites import Site, slots
 
 GATE = "input_scale"
 _CONVOLUTIONS = nn.modules.conv._ConvNd
-_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_PROJECTIONS: tuple[str, ...] = (
+    "in_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+)
 
 
 def gate_inputs(network: nn.Module, *, biases: bool = False) -> list[Site]:
@@ -33,21 +38,21 @@ def gate_inputs(network: nn.Module, *, biases: bool = False) -> list[Site]:
     """
     sites: list[Site] = []
     attention = set()
+    tensors = slots(network)  # one that several modules share, by the name it has in the first
     for prefix, module in network.named_modules():
         path = f"{prefix}." if prefix else ""
         if isinstance(module, nn.MultiheadAttention):
             attention.add(id(module.out_proj))
-            names = [name for name in _PROJECTIONS if getattr(module, name) is not None]
-            sites += [_scale_of(module, path, name) for name in names]
+            names = _PROJECTIONS
         elif id(module) in attention:
-            sites.append(_scale_of(module, path, "weight"))
+            names = ("weight",)
         elif (channels := input_channels(module)) is not None:
             sites.append(add_gate(module, path, channels, _scale_input))
+            names = ()
         else:
             continue
-        if biases:
-            names = [name for name in ("bias", "in_proj_bias") if _has(module, name)]
-            sites += [_scale_of(module, path, name) for name in names]
+        names += ("bias", "in_proj_bias") if biases else ()
+        sites += [_scale_of(module, path, name) for name in names if path + name in tensors]
     return sites
 
 
@@ -78,10 +83,6 @@ def _scale_of(module: nn.Module, path: str, name: str) -> Site:
     shape = weight.shape[-1:]
     module.register_buffer(f"{name}_scale", weight.new_ones(shape), persistent=False)
     return Site(f"{path}{name}_scale", tuple(shape), type(module).__name__, weight=path + name)
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(module, name, None), Tensor)
 
 
 def _scale_input(

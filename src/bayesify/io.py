@@ -89,7 +89,7 @@ def load(
             f"{path / DESCRIPTION} is not one of bayesify's files: {error!r}."
         ) from error
     _require_same_shapes(network.get("tensors"), model, path)
-    loaded = convert(model, method, likelihood=meaning, where=sites)
+    loaded = convert(model, method, likelihood=meaning, where=sites or None)
     if loaded.fingerprint() != network.get("fingerprint"):
         raise WrongNetworkError(
             f"{path} was made from a {network.get('class')} with other weights: all shapes agree, "

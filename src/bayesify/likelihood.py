@@ -142,8 +142,13 @@ class Classification(Likelihood):
 
     def loss(self, output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
         """Cross-entropy, averaged over an example's counted positions."""
+        logits = output.float()
         losses = functional.cross_entropy(
-            output.float(), target, weight, reduction="none", ignore_index=self.ignore_index
+            logits,
+            target,
+            None if weight is None else weight.to(logits),
+            reduction="none",
+            ignore_index=self.ignore_index,
         )
         return self._example_mean(losses, target)
 

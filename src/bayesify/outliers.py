@@ -45,12 +45,8 @@ class Outliers:
                 f"the OOD loader yields inputs of shape {list(self.given.shape[1:])} and the "
                 f"training data {list(image.shape[1:])}: they must agree. Resize the OOD inputs."
             )
-        if self.radius and self.normalisation is None and (image.min() < 0 or image.max() > 1):
-            raise SettingError(
-                f"ood_radius={self.radius} is in pixel units from 0 to 1, and these inputs run "
-                f"from {image.min():.2f} to {image.max():.2f}. Pass normalisation=(mean, std), by "
-                f"which they were normalised."
-            )
+        if self.radius:
+            self._check_pixels(image)
 
     def batch(self, inputs: Inputs, seed: int) -> Inputs:
         """Half as many outliers as there are training inputs, one at least."""
@@ -68,14 +64,33 @@ class Outliers:
                 given = torch.cat([self._noisy(image[:half]), given.to(image)[half:]])
         return _with_image(inputs[:count], given.to(image))
 
-    def _noisy(self, image: Tensor) -> Tensor:
+    def _check_pixels(self, image: Tensor) -> None:
+        mean, std = self._moments(image)
+        channels = image.shape[1]
+        if not {mean.numel(), std.numel()} <= {1, channels} or not (std > 0).all():
+            raise SettingError(
+                f"normalisation={self.normalisation!r} must be (mean, std), each with a number for "
+                f"every one of {channels} channels, and std above 0."
+            )
+        low, high = (image * std + mean).aminmax()
+        # Some augmentations of normalised images leave the range, though never by far.
+        slack = 1e-3 if self.normalisation is None else 1.0
+        if not -slack <= low <= high <= 1 + slack:
+            raise SettingError(
+                f"ood_radius={self.radius} is in pixel units, and in these the inputs run from "
+                f"{low:.2f} to {high:.2f} where 0 to 1 is expected. Pass normalisation=(mean, "
+                f"std), by which pixels from 0 to 1 were normalised."
+            )
+
+    def _moments(self, image: Tensor) -> list[Tensor]:
         shape = (1, -1, *(1 for _ in image.shape[2:]))
-        mean, std = self.normalisation or ([0.0], [1.0])
-        centre = torch.as_tensor(mean, dtype=torch.float32).view(shape).to(image)
-        scale = torch.as_tensor(std, dtype=torch.float32).view(shape).to(image)
-        pixels = image * scale + centre
+        given = ([0.0], [1.0]) if self.normalisation is None else self.normalisation
+        return [torch.as_tensor(v, dtype=torch.float32).view(shape).to(image) for v in given]
+
+    def _noisy(self, image: Tensor) -> Tensor:
+        mean, std = self._moments(image)
         noise = self.radius * (2 * torch.rand(image.shape) - 1).to(image)
-        return ((pixels + noise).clamp(0, 1) - centre) / scale
+        return ((image * std + mean + noise).clamp(0, 1) - mean) / std
 
 
 def _collect(given: Iterable[Any]) -> Tensor:
@@ -85,6 +100,11 @@ def _collect(given: Iterable[Any]) -> Tensor:
         inputs = split_batch(batch)[0]
         inputs.require_finite()
         parts.append(_image(inputs))
+        if parts[-1].shape[1:] != parts[0].shape[1:]:
+            raise DataError(
+                f"the OOD loader yields inputs of shapes {list(parts[0].shape[1:])} and "
+                f"{list(parts[-1].shape[1:])}: they must agree. Resize the OOD inputs."
+            )
         count += len(parts[-1])
         size += parts[-1].nbytes
         if count >= MOST_EXAMPLES or size >= MOST_BYTES:

@@ -189,7 +189,9 @@ class Runner:
 
     def can_vectorise(self, draws: Draws, inputs: Inputs, *, paired: bool = False) -> bool:
         """Whether the network has a vmap rule, found out by trying once for each kind of input."""
-        example = inputs[: 2 if paired else 1]
+        example = (
+            inputs.map_batched(lambda t: t[torch.arange(2) % len(t)]) if paired else inputs[:1]
+        )
         autocast = torch.is_autocast_enabled(_device_type(draws))
         situation = (paired, autocast, example.describe())
         if situation not in self._vmaps:

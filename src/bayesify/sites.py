@@ -166,8 +166,13 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
         UnknownSiteError: If a pattern, or all of `where`, matches nothing.
     """
     names = [site.name for site in sites]
-    if where is None or not names:
+    if where is None:
         kept = set(names)
+    elif not names:
+        raise UnknownSiteError(
+            f"where={where!r}: this method makes none of the network's tensors random, so that "
+            f"there is nothing to choose from. Drop where=."
+        )
     elif isinstance(where, bool) or (isinstance(where, int) and not 1 <= where <= len(names)):
         raise UnknownSiteError(
             f"where={where!r}: a number must be from 1 to {len(names)}, the number of sites. "

@@ -5,9 +5,10 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,9 @@ class FitResult:
     history: list[tuple[int, float, float]] = field(repr=False)
 
     def __str__(self) -> str:
+        trained = f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)})"
         return (
-            f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)}); "
-            f"held-out NLL: the network "
+            f"{trained if self.steps else 'no training steps'}; held-out NLL: the network "
             f"{self.network_nll:.4f}, untrained {self.untrained_nll:.4f}, kept {self.nll:.4f} "
             f"({self.kept})"
         )
@@ -72,10 +73,12 @@ class _Progress:
     seconds: float = 0.0
     kept: str = "untrained"
     best: float = math.inf
+    nll: float = math.inf
     network_nll: float = math.inf
     untrained_nll: float = math.inf
     best_noise: float = 0.0
     best_temperature: float = 1.0
+    solved: bool = False
     history: list[list[float]] = field(default_factory=list)
 
 
@@ -108,17 +111,20 @@ class Fit:
         if keep not in ("best", "last"):
             raise SettingError(f"keep={keep!r} must be 'best' or 'last'.")
         from accelerate import PartialState
+        from accelerate.utils import parse_flag_from_env
 
         self.model = model
         self.method = model.method
-        self.processes = PartialState()
+        on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+        self.processes = PartialState(cpu=on_cpu)  # which does not find processes on CPUs itself
         self.augment = as_augment(augment)
         self.seed = seed
         self.precision = PRECISIONS[precision]
         self.outliers = outliers
         self.accumulate = accumulate
         self.keep = keep
-        self.groups = groups or self._default_groups()
+        self.groups = self._evenly(groups or self._default_groups())
+        self.tried: set[str] = set()
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
         self.show = progress and self.processes.is_main_process
@@ -150,7 +156,7 @@ class Fit:
         finally:
             self._restore_best()
             model.to(home)
-        if self.at.kept == "network":
+        if self.at.kept == "network" and model.posterior.varies():
             warnings.warn(
                 f"training did not help: held-out NLL is best for the network itself "
                 f"({self.at.network_nll:.4f}), so it was kept and the noise set to 0. Calibrate on "
@@ -165,7 +171,7 @@ class Fit:
             self.at.kept,
             self.at.network_nll,
             self.at.untrained_nll,
-            self.at.best,
+            self.at.nll,
             self.groups,
             history,
         )
@@ -199,10 +205,12 @@ class Fit:
         elif own := list(model.likelihood.parameters()):
             self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
         if not self._resume():
+            if self.optimizer is not None:
+                self._check()
             self._first_validation()
         if self.optimizer is not None:
             self._descend(self.optimizer)
-        if self.method.solves:
+        if self.method.solves and not self.at.solved:
             self._solve()
         self._save()
 
@@ -218,6 +226,7 @@ class Fit:
         self._validate(math.nan)
         if self.optimizer is None and at.kept != "solved":
             at.kept, at.best_noise, self.best = "network", 0.0, self._snapshot()
+        at.solved = True
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches, once."""
@@ -255,7 +264,7 @@ class Fit:
                 at.seconds = time.monotonic() - begun
                 if at.step == 1:
                     bar.set_description(f"fit, {describe_groups(self.groups)}")
-                bar.set_postfix(loss=f"{loss:.4f}", best_nll=f"{at.best:.4f}", refresh=False)
+                bar.set_postfix(loss=f"{loss:.4f}", best_nll=f"{at.nll:.4f}", refresh=False)
                 bar.update()
                 if at.step % self.every == 0 or at.step == self.steps:
                     self._validate(loss)
@@ -271,15 +280,28 @@ class Fit:
         groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
         return groups or (1 if self.method.adapts_statistics else None)
 
-    def _check(self, inputs: Inputs) -> None:
-        """Raises, before anything is trained, if batches like this one do not suit the method."""
-        if self.outliers is not None:
-            self.outliers.check(inputs)
+    def _evenly(self, groups: int | None) -> int | None:
+        """Draws of a training batch, as many from each component that it is split over."""
+        slices = self.method.slices
+        return None if groups is None else slices * math.ceil(groups / slices)
+
+    def _check(self) -> None:
+        """Raises, before anything is done, if batches like the first do not suit the method."""
+        if self.outliers is None and self.method.slices == 1:
+            return
+        with seeded(key("epoch", self.seed, 0), self.loader):
+            inputs, _ = next(labelled(self.loader))
+        inputs.require_finite()
         if self.method.slices > len(inputs):
             raise SettingError(
                 f"a batch of {len(inputs)} examples cannot be split over "
                 f"{self.method.components} components. Use larger batches or fewer components."
             )
+        if self.outliers is not None:
+            self.outliers.check(inputs)
+            few = inputs[:2]
+            with torch.no_grad(), self._autocast():
+                self._outlier_losses(few, self.seed, slice(0, len(few)), len(few))
 
     def _batches(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches that are still to do, in an order that only the seed decides."""
@@ -298,8 +320,6 @@ class Fit:
     ) -> float:
         """One step on a batch: the gradients of its parts and rounds, summed over processes."""
         inputs.require_finite()
-        if self.at.step == 0:
-            self._check(inputs)
         step_seed = key("step", self.seed, self.at.step)
         if self.augment is not None:
             inputs = _augmented(inputs, self.augment, step_seed)
@@ -396,11 +416,9 @@ class Fit:
         if rows.start == rows.stop:
             return None
         once = strange[rows].to(self.model.device)
-        twice = once.map_batched(lambda t: torch.cat([t, t]))
-        places = slice(2 * rows.start, 2 * rows.stop)
         seed = key("outliers", step_seed)
         # The frozen runner: outliers must not shift statistics that adapt.
-        output = self._run(self.model.runner, twice, 0, seed, places, 2 * count, at_least=2)
+        output = self._run(self.model.runner, once, 0, seed, rows, count, copies=2)
         information = self.model.likelihood.mutual_information(output.unflatten(0, (2, -1)))
         return self.method.ood_loss(information).sum() / count
 
@@ -412,39 +430,52 @@ class Fit:
         seed: int,
         mine: slice,
         size: int,
-        at_least: int = 1,
+        copies: int = 1,
     ) -> Tensor:
-        """Outputs for rows `mine` of `size`, each at a draw of its own or at its group's."""
-        model, posterior = self.model, self.model.posterior.in_training()
+        """Outputs for rows `mine` of `size`, each at a draw of its own or at its group's.
+
+        Copies of the rows stand behind each other, and no two copies of a row share a draw.
+        """
+        model = self.model
+        if copies > 1:
+            inputs = inputs.map_batched(lambda t: torch.cat([t] * copies))
         exemplar = self._is_exemplar(inputs)
-        count = max(self.groups or GROUPS, self.method.slices, at_least)
-        count = size if exemplar else min(count, size)
-        rows = mine if exemplar else slice(None)
+        whole = copies * size
+        count = whole if exemplar else min(max(self.groups or 1, copies), whole)
+
+        def own(each: Tensor) -> Tensor:
+            part = each.unflatten(0, (copies, size))[:, mine].flatten(0, 1) if exemplar else each
+            return part.to(model.device)
+
+        posterior = model.posterior.in_training()
         noise = fresh_normals(posterior.shapes(), seed=seed, count=count)
-        noise = {name: value[rows].to(model.device) for name, value in noise.items()}
-        component = self.method.component(turn, count)[rows].to(model.device)
-        draws = posterior(component, noise)
+        draws = posterior(
+            own(self.method.component(turn, count)), {n: own(value) for n, value in noise.items()}
+        )
         if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
             return runner.paired(draws, apart).flatten(0, 1)
-        outputs = []
-        for g in range(count):
-            first = max(mine.start, g * size // count) - mine.start
-            last = min(mine.stop, (g + 1) * size // count) - mine.start
-            if first < last:
-                draw = {name: value[g] for name, value in draws.items()}
-                outputs.append(runner.plain(draw, inputs[first:last]))
-        return torch.cat(outputs)
+        places = [c * size + row for c in range(copies) for row in range(mine.start, mine.stop)]
+        bounds = [bisect_left(places, g * whole // count) for g in range(count + 1)]
+        return torch.cat(
+            [
+                runner.plain({n: v[g] for n, v in draws.items()}, inputs[first:last])
+                for g, (first, last) in enumerate(pairwise(bounds))
+                if first < last
+            ]
+        )
 
     def _is_exemplar(self, inputs: Inputs) -> bool:
         """Whether every example gets a draw of its own: if the network can be vectorised so."""
-        if self.groups is None:
+        kind = inputs[:1].describe()
+        if self.groups is None and kind not in self.tried:
+            self.tried.add(kind)
             with torch.no_grad():
                 draws = self.model.posterior.in_training().draws(self.seed, range(2))
             if not draws:
                 self.groups = 1
             elif not self.model.runner.can_vectorise(draws, inputs, paired=True):
-                self.groups = GROUPS
+                self.groups = self._evenly(GROUPS)
         return self.groups is None
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -457,9 +488,9 @@ class Fit:
         at, noise = self.at, self.model.noise
         self.model.estimate_noise(self.held.batches)
         self.model.noise = 0.0
-        at.network_nll, accuracy = self._judge(draws=self.method.components)
+        at.network_nll, accuracy, network = self._judge(draws=self.method.components)
         self.model.noise = noise
-        at.untrained_nll, _ = self._judge(draws=self.draws)
+        at.untrained_nll, _, untrained = self._judge(draws=self.draws)
         if accuracy is not None and accuracy > 0.99:
             warnings.warn(
                 f"the network is right on {accuracy:.1%} of the held-out examples: data that it "
@@ -468,25 +499,37 @@ class Fit:
                 BayesifyWarning,
                 stacklevel=2,
             )
-        network_wins = at.network_nll <= at.untrained_nll
-        at.best, at.kept = min((at.network_nll, "network"), (at.untrained_nll, "untrained"))
-        at.best_noise = 0.0 if network_wins else noise
+        at.best, at.kept, at.nll, at.best_noise = min(
+            (network, "network", at.network_nll, 0.0),
+            (untrained, "untrained", at.untrained_nll, noise),
+        )
         self.best = self._snapshot()
         self._save()
 
     def _validate(self, loss: float) -> None:
         at = self.at
-        nll, _ = self._judge(draws=self.draws)
+        nll, _, score = self._judge(draws=self.draws)
         at.history.append([at.step, loss, nll])
-        if nll < at.best or (self.keep == "last" and at.step == self.steps):
-            at.best, at.kept = nll, f"step {at.step}" if at.step else "solved"
+        if score < at.best or (self.keep == "last" and at.step == self.steps):
+            at.best, at.nll = score, nll
+            at.kept = f"step {at.step}" if at.step else "solved"
             at.best_noise, at.best_temperature = self.model.noise, self.model.temperature
             self.best = self._snapshot()
         self._save()
 
-    def _judge(self, draws: int) -> tuple[float, float | None]:
-        """Mean NLL and accuracy on held-out data, always by the same draws."""
-        return self.model.judge(self.held.batches, draws=draws, seed=key("judge", self.seed))
+    def _judge(self, draws: int) -> tuple[float, float | None, float]:
+        """Mean NLL and accuracy on held-out data, and what decides: NLL and loss on outliers.
+
+        Always by the same draws and outliers.
+        """
+        seed = key("judge", self.seed)
+        nll, accuracy = self.model.judge(self.held.batches, draws=draws, seed=seed)
+        if self.outliers is None:
+            return nll, accuracy, nll
+        strange = [self.outliers.batch(inputs, seed) for inputs, _ in self.held.batches]
+        doubts = [self.model.predict(x, draws=draws, seed=seed).epistemic for x in strange]
+        each = torch.cat([doubt.reshape(len(doubt), -1).mean(1) for doubt in doubts])
+        return nll, accuracy, nll + self.method.ood_loss(each).mean().item()
 
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -578,9 +621,9 @@ def _steps(loader: Iterable[Any], num_examples: int | None) -> int:
 
 def _examples(loader: Iterable[Any], steps: int) -> int:
     """Training examples of an epoch, as well as can be told."""
-    rows = getattr(loader, "dataset", None)
-    if rows is not None and hasattr(rows, "__len__"):
-        return len(rows)
+    for rows in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
+        if isinstance(rows, Sized):
+            return len(rows)
     return steps * (getattr(loader, "batch_size", None) or len(next(labelled(loader))[0]))
 
 

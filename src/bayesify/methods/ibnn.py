@@ -66,7 +66,7 @@ class IBNN(Method):
     scratch: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "std", tuple(self.std))  # JSON has lists
+        self.check_pair("std")
         self.check_count("components")
         self.check_count("samples")
         self.check_numbers("mean_std", "lr", "latent_lr", "weight_decay")

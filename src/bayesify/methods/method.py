@@ -34,8 +34,7 @@ class Method(ABC):
     solves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.noise) and self.noise >= 0):
-            raise SettingError(f"noise={self.noise!r} must be a finite number, 0 or more.")
+        self.check_numbers("noise")
         self.check_draws(self.draws)
 
     @property
@@ -164,7 +163,7 @@ class Method(ABC):
         """Raises if one of these settings is not a finite number, `least` or more."""
         for name in names:
             value = getattr(self, name)
-            if isinstance(value, bool) or not (math.isfinite(value) and value >= least):
+            if not (_is_number(value) and value >= least):
                 raise SettingError(f"{name}={value!r} must be a finite number, {least:g} or more.")
 
     def check_count(self, name: str) -> None:
@@ -173,10 +172,22 @@ class Method(ABC):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SettingError(f"{name}={value!r} must be a whole number, 1 or more.")
 
+    def check_pair(self, name: str) -> tuple[float, float]:
+        """Makes a tuple of this setting, which JSON has as a list, and returns it.
+
+        Raises:
+            SettingError: If it is not two finite numbers.
+        """
+        value = getattr(self, name)
+        pair = tuple(value) if isinstance(value, Sequence) else ()
+        if len(pair) != 2 or not all(map(_is_number, pair)):
+            raise SettingError(f"{name}={value!r} must be two finite numbers.")
+        object.__setattr__(self, name, pair)
+        return pair[0], pair[1]
+
     def check_log_std(self) -> None:
         """Raises if the setting `log_std` is not a range of numbers whose exponential is one."""
-        object.__setattr__(self, "log_std", tuple(self.log_std))  # type: ignore[attr-defined]
-        low, high = self.log_std if len(self.log_std) == 2 else (math.nan, math.nan)  # type: ignore[attr-defined]
+        low, high = self.check_pair("log_std")
         if not -80 <= low <= high <= 10:
             raise SettingError(
                 f"log_std={(low, high)} must be two numbers, the smaller first, from -80 to 10: "
@@ -186,3 +197,7 @@ class Method(ABC):
     def to_dict(self) -> dict[str, Any]:
         """The settings, for JSON."""
         return dataclasses.asdict(self)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
