@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify import Classification, Likelihood
+from bayesify import ABNN, BayesAdapter, Classification, Likelihood, Method
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A network, what it takes, and whether draws can be vectorised over it."""
+    """A network, what it takes, and the methods whose draws cannot be vectorised over it."""
 
     name: str
     build: Callable[[], nn.Module]
     example: Callable[[], Any]
-    vectorises: bool = True
+    looped: tuple[type[Method], ...] = ()
     likelihood: str | Likelihood = "classification"
 
     def __str__(self) -> str:
@@ -72,16 +72,14 @@ _SMALL = {
 }
 
 
-def _transformers(
-    kind: str, *, mask: bool = True, vectorises: bool = True, **settings: Any
-) -> Architecture:
+def _transformers(kind: str, **settings: Any) -> Architecture:
     def build() -> nn.Module:
         import transformers
 
         config = getattr(transformers, f"{kind}Config")(**settings)
         return getattr(transformers, f"{kind}ForSequenceClassification")(config)
 
-    return Architecture(f"transformers-{kind}", build, _tokens(mask), vectorises)
+    return Architecture(f"transformers-{kind}", build, _tokens())
 
 
 def _causal_lm() -> nn.Module:
@@ -98,8 +96,22 @@ def _hf_vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(**settings))
 
 
+def _torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(
+        image_size=32,
+        patch_size=8,
+        num_layers=3,
+        num_heads=4,
+        hidden_dim=64,
+        mlp_dim=128,
+        num_classes=5,
+    )
+
+
 class Recurrent(nn.Module):
-    """An LSTM with a normalised state: torch has no vmap rule for it."""
+    """An LSTM between layers: torch has no vmap rule for it, where anything before it varies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +232,7 @@ _TORCH = [
     ),
     Architecture("torch-shared", Shared, _vector),
     Architecture("torch-transformer", Encoder, lambda: torch.randn(2, 4, 16)),
-    Architecture("torch-lstm", Recurrent, lambda: torch.randn(2, 4, 6), vectorises=False),
+    Architecture("torch-lstm", Recurrent, lambda: torch.randn(2, 4, 6), (ABNN, BayesAdapter)),
     Architecture("torch-dict", lambda: Returns("dict"), _vector),
     Architecture("torch-tuple", lambda: Returns("tuple"), _vector),
 ]
@@ -248,7 +260,7 @@ ARCHITECTURES = [
     _torchvision("densenet121", _image()),
     _torchvision("shufflenet_v2_x0_5", _image()),
     _torchvision("mnasnet0_5", _image()),
-    _torchvision("vit_b_16", _image(), image_size=32),
+    Architecture("torchvision-vision_transformer", _torchvision_vit, _image()),
     _torchvision("segmentation.lraspp_mobilenet_v3_large", _image(64), weights_backbone=None),
     _torchvision("segmentation.fcn_resnet50", _image(32), weights_backbone=None),
     _torchvision("video.r3d_18", lambda: torch.randn(1, 3, 4, 32, 32)),
