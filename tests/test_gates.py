@@ -155,6 +155,31 @@ def test_a_layer_used_twice_has_one_gate() -> None:
     torch.testing.assert_close(found, network.a(z * network.a.forward(z * x)))
 
 
+class OwnAttention(nn.Module):
+    """As in torchvision's Swin and timm's BEiT: one layer is called, another one's weight read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 6)
+        self.called = nn.Linear(6, 3)
+        nn.init.normal_(self.called.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.project.weight, self.project.bias)
+        return self.called(x.to(self.called.weight.dtype))
+
+
+def test_a_layer_that_is_not_called_has_its_weight_scaled() -> None:
+    sites = gate_inputs(nn.Sequential(OwnAttention()), biases=True)
+    assert {site.name: site.weight for site in sites} == {
+        "0.project.weight_scale": "0.project.weight",
+        "0.project.bias_scale": "0.project.bias",
+        "0.called.input_scale": None,
+        "0.called.bias_scale": "0.called.bias",
+    }
+    assert [site.shape for site in sites] == [(4,), (6,), (6,), (3,)]
+
+
 def test_projections_that_two_attentions_share_have_one_site() -> None:
     one, two = (nn.MultiheadAttention(8, 2) for _ in range(2))
     two.in_proj_weight = one.in_proj_weight

@@ -457,6 +457,26 @@ def test_bf16(bnn: bayesify.BayesianModel, loader: DataLoader, validation: DataL
     torch.testing.assert_close(mixed.probs, whole.probs, atol=0.05, rtol=0)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bayes-adapter", "bayes-adapter-outliers", "ibnn"])
+def test_a_step_in_mixed_precision_is_nearly_the_same(
+    trained: nn.Module,
+    stripes: tuple[Tensor, Tensor],
+    gradients: list[dict[int, Tensor]],
+    name: str,
+    precision: str,
+) -> None:
+    """Scaled or not, gradients reach the optimizer in their own size."""
+    method, settings = PARTS[name]
+    batch = [(stripes[0][:20], stripes[1][:20])]
+    for mixed in (None, precision):
+        bnn = bayesify.convert(trained, method)
+        bnn.fit(batch, validation=batch, precision=mixed, progress=False, **settings)
+    whole, rough = (torch.cat([g.flatten() for g in step.values()]) for step in gradients)
+    assert (whole - rough).norm() < 0.1 * whole.norm()
+    assert not torch.equal(whole, rough)
+
+
 # Checkpoints
 
 SCRIPT = """

@@ -5,7 +5,10 @@ it, so that scaling the input channels of a layer is replacing one small tensor,
 is. Ones leave every bit of the input as it is. The user's network never gets a gate.
 """
 
-from collections.abc import Callable
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +29,9 @@ _PROJECTIONS: tuple[str, ...] = (
 def gate_inputs(network: nn.Module, *, biases: bool = False) -> list[Site]:
     """Puts a gate before every linear and convolutional layer of a private copy.
 
-    The projections of `nn.MultiheadAttention` are used without being called, so that no hook sees
-    their input: there the site names the weight whose columns are to be scaled instead.
+    The projections of `nn.MultiheadAttention`, and of some other attention, are used without being
+    called, so that no hook sees their input: there the site names the weight whose columns are to
+    be scaled instead.
 
     Args:
         network: A private copy.
@@ -37,14 +41,14 @@ def gate_inputs(network: nn.Module, *, biases: bool = False) -> list[Site]:
         The gates, in the order their layers are registered.
     """
     sites: list[Site] = []
-    attention = set()
+    uncalled = set()
     tensors = slots(network)  # one that several modules share, by the name it has in the first
     for prefix, module in network.named_modules():
         path = f"{prefix}." if prefix else ""
+        uncalled |= {id(layer) for layer in _uncalled(module)}
         if isinstance(module, nn.MultiheadAttention):
-            attention.add(id(module.out_proj))
             names = _PROJECTIONS
-        elif id(module) in attention:
+        elif id(module) in uncalled:
             names = ("weight",)
         elif (channels := input_channels(module)) is not None:
             sites.append(add_gate(module, path, channels, _scale_input))
@@ -75,6 +79,26 @@ def input_channels(module: nn.Module) -> int | None:
     if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
         return len(weight)  # transformers' linear layer of GPT-2, its weight transposed
     return None
+
+
+def _uncalled(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers in a module whose weight it uses itself."""
+    if isinstance(module, nn.MultiheadAttention):
+        yield module.out_proj
+    elif not type(module).__module__.startswith("torch.nn."):  # whose fast paths make way for hooks
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear):
+                reads = rf"\bself\.{re.escape(name)}\.weight\b(?!\.(dtype|device|shape|size))"
+                if re.search(reads, _source(type(module).forward)):
+                    yield layer
+
+
+@functools.cache
+def _source(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 def _scale_of(module: nn.Module, path: str, name: str) -> Site:

@@ -192,7 +192,7 @@ def test_attention_trains_with_a_draw_for_each_example(separate: bool) -> None:
 def test_beta_rises_over_the_first_two_thirds(cnn: nn.Module) -> None:
     posterior = bayesify.convert(cnn, IBNN()).posterior
     kl = posterior.kl(0.1).item()
-    method = IBNN()
+    method = IBNN(prior_std=0.1)
     for progress, beta in ((0, 0), (1 / 3, 0.5), (2 / 3, 1), (0.9, 1), (1, 1)):
         found = method.penalty(posterior, progress, 50).item()
         assert found == pytest.approx(beta * kl / 50, rel=1e-5)
@@ -222,7 +222,8 @@ def test_rates() -> None:
 
 def test_the_latent_distributions_have_no_weight_decay(cnn: nn.Module) -> None:
     posterior = bayesify.convert(cnn, IBNN()).posterior
-    weights, latent = IBNN(weight_decay=0.01).optimizer(posterior, 10).param_groups
+    method = IBNN(lr=1e-4, latent_lr=0.2, weight_decay=0.01)
+    weights, latent = method.optimizer(posterior, 10).param_groups
     assert (weights["lr"], weights["weight_decay"]) == (1e-4, 0.01)
     assert (latent["lr"], latent["weight_decay"]) == (0.2, 0)
     assert {id(p) for p in weights["params"]} == {id(p) for _, p in posterior.weights.items()}
