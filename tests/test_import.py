@@ -23,10 +23,12 @@ ORDER = [
     "evaluation", "evaluation.checks", "evaluation.ranking", "evaluation.calibration",
     "evaluation.classification", "evaluation.detection", "evaluation.selective",
     "evaluation.regression", "evaluation.segmentation", "evaluation.diversity",
+    "evaluation.bootstrap",
     "evaluation.metrics", "evaluation.averages", "evaluation.ranked", "evaluation.streaming",
     "evaluation.pixels", "evaluation.attacks", "evaluation.report", "evaluation.shifts",
     "evaluation.landscape", "evaluation.plots",
-    "io", "zoo", "data", "demo", "cli",
+    "evaluation.answers", "evaluation.comparison",
+    "io", "identity", "compare", "zoo", "data", "demo", "cli",
 ]  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def bin_sums(confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
     """Sums by equal bins of confidence, `[3, bins]`."""
     alike(confidence=confidence, correct=correct)
     said = probabilities("confidence", confidence).flatten()
-    return _sums(said, flags("correct", correct).flatten(), _place(said, bins), bins)
+    return _sums(said, flags("correct", correct).flatten(), bin_of(said, bins), bins)
 
 
 def classwise_sums(probs: Tensor, target: Tensor, bins: int = BINS) -> Tensor:
@@ -95,7 +95,7 @@ def classwise_sums(probs: Tensor, target: Tensor, bins: int = BINS) -> Tensor:
     number = probs.shape[1]
     said = probabilities("probs", probs.movedim(1, -1)).reshape(-1, number)
     true = one_hot(target.flatten().cpu(), number)
-    place = _place(said, bins) + bins * torch.arange(number)
+    place = bin_of(said, bins) + bins * torch.arange(number)
     sums = _sums(said.flatten(), true.flatten(), place.flatten(), bins * number)
     return sums.unflatten(1, (number, bins))
 
@@ -140,7 +140,7 @@ def curve_of(sums: Tensor) -> ReliabilityCurve:
     return ReliabilityCurve(said / counts, right / counts, counts)
 
 
-def _place(said: Tensor, bins: int) -> Tensor:
+def bin_of(said: Tensor, bins: int) -> Tensor:
     """The bin of each probability."""
     inner = torch.arange(1, count("bins", bins), dtype=torch.float64) / bins
     return torch.bucketize(said, inner, right=True)
