@@ -61,7 +61,7 @@ class IBNN(Method):
     samples: int = 2
     bias_noise: bool = False
     lr: float = 1e-4
-    latent_lr: float = 0.2
+    latent_lr: float = 0.02
     weight_decay: float = 5e-4
     scratch: bool = False
 
