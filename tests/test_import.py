@@ -26,7 +26,8 @@ ORDER = [
     "evaluation.bootstrap",
     "evaluation.metrics", "evaluation.averages", "evaluation.ranked", "evaluation.streaming",
     "evaluation.pixels", "evaluation.attacks", "evaluation.report", "evaluation.shifts",
-    "evaluation.landscape", "evaluation.plots",
+    "evaluation.landscape", "evaluation.plots", "evaluation.panels", "evaluation.contract",
+    "evaluation.verdict", "evaluation.page",
     "evaluation.answers", "evaluation.comparison",
     "io", "identity", "compare", "zoo", "data", "demo", "cli",
 ]  # fmt: skip

@@ -377,6 +377,24 @@ def predict(
         typer.echo(f"wrote {output}")
 
 
+@app.command(epilog="Example: bayesify report results.json --output report.html")
+def report(
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS.json", help="What `bayesify compare` wrote.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; report.html beside the results otherwise."),
+    ] = None,
+) -> None:
+    """Make the page of a comparison again: one HTML file that needs nothing else."""
+    from bayesify.evaluation.page import write_report
+    from bayesify.files import read_json
+
+    path = write_report(read_json(results), output or results.with_name("report.html"))
+    typer.echo(f"wrote {path}")
+
+
 # What users type, read
 
 

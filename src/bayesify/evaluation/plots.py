@@ -221,16 +221,20 @@ def _bins(
     place = (said * bins).long().clamp(0, bins - 1)
     parts = [(said[place == b], right[place == b]) for b in range(bins)]
     parts = [part for part in parts if len(part[0]) >= LEAST]
-    # Agresti and Coull's interval: a bin without mistakes has no accuracy known for certain.
     rates = [r.mean().item() for _, r in parts]
-    centres = [(r.sum().item() + 2) / (len(r) + 4) for _, r in parts]
-    spreads = [
-        2 * math.sqrt(c * (1 - c) / (len(r) + 4)) for c, (_, r) in zip(centres, parts, strict=True)
-    ]
-    whole = list(zip(rates, centres, spreads, strict=True))
-    below = [max(0.0, rate - max(0.0, centre - spread)) for rate, centre, spread in whole]
-    above = [max(0.0, min(1.0, centre + spread) - rate) for rate, centre, spread in whole]
-    return [s.mean().item() for s, _ in parts], rates, (below, above)
+    sides = [interval(rate, len(r)) for rate, (_, r) in zip(rates, parts, strict=True)]
+    spread = [below for below, _ in sides], [above for _, above in sides]
+    return [s.mean().item() for s, _ in parts], rates, spread
+
+
+def interval(rate: float, count: int) -> tuple[float, float]:
+    """How far the 95 % interval of a share reaches below and above it.
+
+    Agresti and Coull's: a bin without mistakes has no accuracy known for certain.
+    """
+    centre = (rate * count + 2) / (count + 4)
+    spread = 2 * math.sqrt(centre * (1 - centre) / (count + 4))
+    return max(0.0, rate - max(0.0, centre - spread)), max(0.0, min(1.0, centre + spread) - rate)
 
 
 def _figure(width: float, height: float) -> "Figure":
