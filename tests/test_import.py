@@ -19,7 +19,7 @@ ORDER = [
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace", "methods",
     "batches", "likelihood", "sampling", "plan", "prediction", "augmentation",
-    "validation", "outliers", "training", "calibration", "model",
+    "validation", "outliers", "gradients", "training", "calibration", "model",
     "evaluation", "evaluation.checks", "evaluation.ranking", "evaluation.calibration",
     "evaluation.classification", "evaluation.detection", "evaluation.selective",
     "evaluation.regression", "evaluation.segmentation", "evaluation.diversity",
@@ -29,7 +29,7 @@ ORDER = [
     "evaluation.landscape", "evaluation.plots", "evaluation.panels", "evaluation.contract",
     "evaluation.verdict", "evaluation.page",
     "evaluation.answers", "evaluation.comparison",
-    "io", "identity", "compare", "zoo", "data", "demo", "cli",
+    "io", "identity", "trials", "compare", "zoo", "data", "demo", "cli",
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """bayesify makes a trained PyTorch network Bayesian, without retraining it."""
 
+from bayesify.compare import compare
 from bayesify.errors import (
     BayesifyError,
     BayesifyWarning,
@@ -13,6 +14,7 @@ from bayesify.errors import (
     UnsupportedNetworkError,
     WrongNetworkError,
 )
+from bayesify.evaluation.comparison import Comparison
 from bayesify.io import load
 from bayesify.likelihood import Binary, Classification, Likelihood, Multilabel, Regression
 from bayesify.methods import (
@@ -46,6 +48,7 @@ __all__ = [
     "BayesifyWarning",
     "Binary",
     "Classification",
+    "Comparison",
     "CorruptFileError",
     "DataError",
     "DeepEnsemble",
@@ -67,6 +70,7 @@ __all__ = [
     "UnknownSiteError",
     "UnsupportedNetworkError",
     "WrongNetworkError",
+    "compare",
     "convert",
     "load",
     "plan",

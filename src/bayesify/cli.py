@@ -5,6 +5,7 @@ Heavy libraries are imported inside the commands, so that asking for help is qui
 
 import csv
 import io
+import shlex
 import sys
 import traceback
 import warnings
@@ -344,6 +345,106 @@ def evaluate(
         write_json(json_file, {name: report.to_dict() for name, report in reports.items()})
 
 
+@app.command(
+    epilog="Example: bayesify compare digits digits:train --test digits:test "
+    "--validation 'digits:validation[:135]' --calibration 'digits:validation[135:]' "
+    "--ood photos=digits-photos --set abnn.lr=3e-4"
+)
+def compare(
+    model: Model,
+    train: Annotated[str, typer.Argument(metavar="TRAIN", help=DATA)],
+    test: Annotated[str, typer.Option(metavar="DATA", help="What judges. Data not yet used.")],
+    weights: Weights = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Decides what is kept; split off the data otherwise."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Chooses noise and temperature. Data not yet used."),
+    ] = None,
+    ood: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DATA",
+            help="Data of another kind, which doubt should tell apart. Repeatable.",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="A method to compare; see `fit`. Repeatable. By default those of the papers and "
+            "the baselines that cost little. The network itself is always among them.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="METHOD.NAME=VALUE",
+            help="A setting of a method: --set abnn.members=4. Repeatable.",
+        ),
+    ] = None,
+    likelihood: Annotated[
+        str, typer.Option(help="classification, binary, multilabel or regression.")
+    ] = "classification",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    batch_size: BatchSize = 64,
+    augment: Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")] = None,
+    draws: Draws = None,
+    shift: Annotated[
+        str,
+        typer.Option(
+            help="How test images get worse: gaussian, salt-and-pepper, blur, contrast, rotation, "
+            "jpeg; or none."
+        ),
+    ] = "gaussian",
+    normalise: Normalise = None,
+    size: Size = None,
+    seed: Seed = 0,
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where results, report and methods go.")
+    ] = Path("bayesify-compare"),
+    progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
+) -> None:
+    """Fit, calibrate and measure several methods beside the network itself.
+
+    Run it again after a change or an interruption: what is done already is not done again.
+    """
+    from bayesify.compare import compare as run
+    from bayesify.zoo import load_model
+
+    found = run(
+        load_model(model, weights=weights),
+        train,
+        test=test,
+        methods=_methods(method, settings),
+        validation=validation,
+        calibration=calibration,
+        ood=dict(_named(ood or [])),
+        likelihood=likelihood,
+        augment=augment,
+        epochs=epochs,
+        draws=draws,
+        seed=seed,
+        output=output,
+        normalisation=_normalisation(normalise),
+        shift=None if shift == "none" else shift,
+        batch_size=batch_size,
+        size=size,
+        leave_out=not method,
+        command=shlex.join(["bayesify", *sys.argv[1:]]),
+        progress=progress,
+    )
+    Console().print(found.table())
+    files = [
+        name for name in ("report.html", "results.json", "results.csv") if (output / name).exists()
+    ]
+    typer.echo(f"wrote {', '.join(files)} and a folder for each method to {output}")
+
+
 @app.command(epilog="Example: bayesify predict digits-abnn digits digits:test --output out.csv")
 def predict(
     folder: Folder,
@@ -411,6 +512,22 @@ def _method(name: str, settings: list[str] | None) -> "Method":
             raise typer.BadParameter(f"{setting!r}: write NAME=VALUE.", param_hint="--set")
         values[key] = _read(key, text, types.get(key))
     return make_method(name, values)
+
+
+def _methods(names: list[str] | None, settings: list[str] | None) -> "dict[str, Method]":
+    """Methods from several `--method`, or the usual ones, and `--set METHOD.NAME=VALUE`."""
+    from bayesify.compare import DEFAULT
+
+    chosen: dict[str, list[str]] = {name: [] for name in names or DEFAULT}
+    for setting in settings or []:
+        name, dot, rest = setting.partition(".")
+        if not (dot and name in chosen):
+            raise typer.BadParameter(
+                f"{setting!r}: write METHOD.NAME=VALUE, of one of {', '.join(chosen)}.",
+                param_hint="--set",
+            )
+        chosen[name].append(rest)
+    return {name: _method(name, values) for name, values in chosen.items()}
 
 
 def _read(name: str, text: str, kind: Any) -> Any:

@@ -32,8 +32,7 @@ def save(model: BayesianModel, path: str | Path) -> None:
     touched.
     """
     path = Path(path)
-    if path.exists() and not (path / DESCRIPTION).exists() and not _is_empty_folder(path):
-        raise SettingError(f"{path} exists and is not one of bayesify's folders: name another one.")
+    require_free(path)
     description = {
         "format": FORMAT,
         "method": {"name": method_name(model.method), "settings": model.method.to_dict()},
@@ -50,6 +49,12 @@ def save(model: BayesianModel, path: str | Path) -> None:
     with replaced_folder(path) as folder:
         write_tensors(folder / TENSORS, _tensors(model))
         write_json(folder / DESCRIPTION, description)
+
+
+def require_free(path: Path) -> None:
+    """Raises if `save` would not write into the folder `path`."""
+    if path.exists() and not (path / DESCRIPTION).exists() and not _is_empty_folder(path):
+        raise SettingError(f"{path} exists and is not one of bayesify's folders: name another one.")
 
 
 def load(
