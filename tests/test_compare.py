@@ -26,6 +26,7 @@ from bayesify.evaluation.page import write_report
 from bayesify.files import read_json
 from bayesify.identity import digest, identify_data, identify_function
 from bayesify.model import BayesianModel
+from bayesify.training import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*training did not help")
 module = importlib.import_module("bayesify.compare")
@@ -231,6 +232,36 @@ def test_an_interrupted_run_goes_on(
     assert list(run().methods) == list(QUICK)
     assert fits == []  # what was fitted is kept even where it was not measured yet
     assert not list((tmp_path / "out" / "cache").glob("*.safetensors"))
+
+
+def test_an_interrupted_fit_goes_on(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usual = BayesianModel.calibrate
+    methods = {"map": MAP(), "abnn": ABNN(members=1, draws=2)}
+
+    def calibrate(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BayesianModel, "calibrate", calibrate)
+        with pytest.raises(KeyboardInterrupt):
+            run(methods=methods)
+    kept = list((tmp_path / "out" / "cache").glob("*.safetensors"))
+    assert len(kept) == 1
+    monkeypatch.setattr(BayesianModel, "calibrate", usual)
+    monkeypatch.setattr(Fit, "_step", None)  # no step is left to do
+    assert list(run(methods=methods).methods) == ["map", "abnn"]
+    assert not kept[0].exists()
+
+
+def test_a_shuffled_test_set_comes_in_one_order(run: Any, test_set: DataLoader) -> None:
+    shuffled = DataLoader(test_set.dataset, batch_size=50, shuffle=True)
+    same = {"one": MAP(), "other": MCDropout(draws=2, noise=0.0)}
+    found = run(methods=same, test=shuffled, calibration=None)
+    one, other = (method["measures"]["nll"] for method in found.methods.values())
+    assert one["low"] == pytest.approx(other["low"], abs=1e-6)
+    assert one["high"] == pytest.approx(other["high"], abs=1e-6)
 
 
 def test_a_damaged_record_is_made_again(run: Any, tmp_path: Path) -> None:

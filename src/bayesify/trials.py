@@ -29,7 +29,9 @@ from bayesify.likelihood import Likelihood
 from bayesify.methods import MAP, Method, method_name
 from bayesify.model import BayesianModel, convert
 from bayesify.outliers import Normalisation
+from bayesify.posterior import key
 from bayesify.sampling import PeakMemory
+from bayesify.validation import seeded
 
 FORMAT = 1
 STRANGEST = "most_uncertain_ood"
@@ -91,8 +93,8 @@ class Trials:
         self.first = next(labelled(self.test.loader))[0]
         if self.shift is not None and not _shows_pixels(self.first, self.normalisation):
             self.shift = None
-        kind = type(self.model)
-        self.network = [fingerprint(self.model), f"{kind.__module__}.{kind.__qualname__}"]
+        # Weights, and the code and shape of what they are in.
+        self.network = [fingerprint(self.model), identify_function(self.model)]
 
     def run(
         self, methods: Mapping[str, Method], baseline: str, *, optional: bool
@@ -163,7 +165,7 @@ class Trials:
             record = self.judge(bnn)
             write_json(file, record)
         self.sizes = record["sizes"]
-        cost = {key: fitted[key] for key in ("fit_seconds", "calibrate_seconds")}
+        cost = {name: fitted[name] for name in ("fit_seconds", "calibrate_seconds")}
         usual = type(method).__name__ if method_name(method) == name else name
         about = {"title": usual, "settings": method.to_dict(), "fit": fitted["fit"]}
         return {**record, **about, "cost": {**cost, **record["cost"], "bytes": fitted["bytes"]}}
@@ -256,15 +258,17 @@ class Trials:
         draws = self._draws(bnn.method)
 
         def ask(data: DataSet, *, targets: bool) -> answers.Answers:
-            return answers.ask(
-                bnn,
-                data.loader,
-                data.name,
-                targets=targets,
-                draws=draws,
-                seed=self.seed,
-                normalisation=self.normalisation,
-            )
+            # Resamples are of the same examples for all methods: their order must be one.
+            with seeded(key("compare", self.seed), data.loader):
+                return answers.ask(
+                    bnn,
+                    data.loader,
+                    data.name,
+                    targets=targets,
+                    draws=draws,
+                    seed=self.seed,
+                    normalisation=self.normalisation,
+                )
 
         test = ask(self.test, targets=True)
         ood = {name: ask(other, targets=False) for name, other in self.ood.items()}
@@ -305,7 +309,8 @@ class Trials:
         """Uncertainty as images get worse."""
         if self.shift is None:
             return None
-        batches = _first_examples(self.test.loader, SHIFT_EXAMPLES)
+        with seeded(key("compare", self.seed), self.test.loader):
+            batches = _first_examples(self.test.loader, SHIFT_EXAMPLES)
         points = sweep(
             bnn, batches, self.shift, normalisation=self.normalisation, draws=draws, seed=self.seed
         )
