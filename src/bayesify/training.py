@@ -1,14 +1,12 @@
 """fit: trains a posterior's own parameters and keeps the best state by held-out likelihood."""
 
-import contextlib
 import json
 import math
 import time
 import warnings
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +17,14 @@ from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
 from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingError
 from bayesify.files import matches, read_tensors, write_tensors
+from bayesify.gradients import Gradients
 from bayesify.outliers import Outliers
-from bayesify.posterior import fresh_normals, key
-from bayesify.sampling import Runner
+from bayesify.posterior import key
 from bayesify.validation import HeldOut, collect, hold_out, seeded
 
 if TYPE_CHECKING:
     from bayesify.model import BayesianModel
 
-GROUPS = 4
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -119,12 +116,10 @@ class Fit:
         self.processes = PartialState(cpu=on_cpu)  # which does not find processes on CPUs itself
         self.augment = as_augment(augment)
         self.seed = seed
-        self.precision = PRECISIONS[precision]
         self.outliers = outliers
         self.accumulate = accumulate
         self.keep = keep
-        self.groups = self._evenly(groups or self._default_groups())
-        self.tried: set[str] = set()
+        self.gradients = Gradients(model, outliers, groups, PRECISIONS[precision], seed)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
         self.show = progress and self.processes.is_main_process
@@ -172,33 +167,13 @@ class Fit:
             self.at.network_nll,
             self.at.untrained_nll,
             self.at.nll,
-            self.groups,
+            self.gradients.groups,
             history,
         )
 
-    def gradient(self, inputs: Inputs, target: Tensor, seed: int) -> Tensor:
-        """The gradient of a step on a batch, of all that the posterior trains, as one vector.
-
-        The step is not taken, running statistics are not adapted, and the penalty counts in full.
-        """
-        model = self.model
-        self.runner, self.at = model.runner, _Progress(step=self.steps)
-        self.scaler = torch.amp.GradScaler(model.device.type, enabled=False)
-        model.zero_grad()
-        self._part(inputs, target, seed, slice(0, len(inputs)), len(inputs))
-        self._penalty()
-        parameters = list(model.posterior.parameters())
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        model.zero_grad()
-        return torch.cat([grad.flatten() for grad in grads])
-
     def _train(self) -> None:
         model = self.model
-        self.runner = model.runner
-        if self.method.adapts_statistics:
-            self.runner = Runner(
-                model.network, model.likelihood.read, model.posterior.shared, adapting=True
-            )
+        self.gradients.prepare()
         self.optimizer = self.method.optimizer(model.posterior, self.examples)
         if self.optimizer is None:
             self.steps = 0
@@ -243,9 +218,6 @@ class Fit:
         at = self.at
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         rates = [group["lr"] for group in optimizer.param_groups]
-        self.scaler = torch.amp.GradScaler(
-            self.model.device.type, enabled=self.precision is torch.float16
-        )
         saved = begun = time.monotonic() - at.seconds
         bar = tqdm(
             total=self.steps, initial=at.step, disable=not self.show, desc="fit", unit="step"
@@ -263,7 +235,7 @@ class Fit:
                 self.method.after_step(self.model.posterior, at.step, self.steps)
                 at.seconds = time.monotonic() - begun
                 if at.step == 1:
-                    bar.set_description(f"fit, {describe_groups(self.groups)}")
+                    bar.set_description(f"fit, {describe_groups(self.gradients.groups)}")
                 bar.set_postfix(loss=f"{loss:.4f}", best_nll=f"{at.nll:.4f}", refresh=False)
                 bar.update()
                 if at.step % self.every == 0 or at.step == self.steps:
@@ -273,17 +245,6 @@ class Fit:
                     self._save()
         if not at.history or at.history[-1][0] != at.step:
             self._validate(loss)
-
-    def _default_groups(self) -> int | None:
-        """Draws of a training batch; batches are run whole where they need statistics."""
-        shapes = self.model.posterior.in_training().shapes().values()
-        groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
-        return groups or (1 if self.method.adapts_statistics else None)
-
-    def _evenly(self, groups: int | None) -> int | None:
-        """Draws of a training batch, as many from each component that it is split over."""
-        slices = self.method.slices
-        return None if groups is None else slices * math.ceil(groups / slices)
 
     def _check(self) -> None:
         """Raises, before anything is done, if batches like the first do not suit the method."""
@@ -299,9 +260,7 @@ class Fit:
             )
         if self.outliers is not None:
             self.outliers.check(inputs)
-            few = inputs[:2]
-            with torch.no_grad(), self._autocast():
-                self._outlier_losses(few, self.seed, slice(0, len(few)), len(few))
+            self.gradients.try_outliers(inputs)
 
     def _batches(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches that are still to do, in an order that only the seed decides."""
@@ -331,9 +290,9 @@ class Fit:
         for part in range(rank * self.accumulate, (rank + 1) * self.accumulate):
             mine = slice(part * size // parts, (part + 1) * size // parts)
             if mine.start < mine.stop:
-                total += self._part(inputs, target[mine], step_seed, mine, size)
+                total += self.gradients.add(inputs, target, step_seed, mine)
         if rank == 0:
-            total += self._penalty()
+            total += self.gradients.add_penalty(self.at.step / self.steps, self.examples)
         if world > 1:
             total = self._reduce(parameters, total)
         if not math.isfinite(total):
@@ -343,39 +302,9 @@ class Fit:
                 f"({type(self.method).__name__}(lr={self.method.to_dict().get('lr', 0) / 10:g})), "
                 f"or look for extreme inputs."
             )
-        self.scaler.step(optimizer)
-        self.scaler.update()
+        self.gradients.scaler.step(optimizer)
+        self.gradients.scaler.update()
         return total
-
-    def _part(
-        self, inputs: Inputs, target: Tensor, step_seed: int, mine: slice, size: int
-    ) -> float:
-        """Adds the gradients of rows `mine` of a batch, and returns their share of the loss."""
-        total = 0.0
-        here = inputs[mine].to(self.model.device)
-        for turn in range(self.method.rounds()):
-            seed = key("round", step_seed, turn)
-            with self._autocast():
-                losses = self._losses(here, target, turn, seed, mine, size)
-            loss = losses.sum() / size
-            total += loss.item() / self.method.rounds()
-            self.scaler.scale(loss * self.method.round_weight).backward()
-        if self.outliers is not None:
-            with self._autocast():
-                doubt = self._outlier_losses(inputs, step_seed, mine, size)
-            if doubt is not None:
-                total += doubt.item()
-                self.scaler.scale(doubt).backward()
-        return total
-
-    def _penalty(self) -> float:
-        """Adds the gradients of what the method adds to the loss, once a step."""
-        progress = self.at.step / self.steps
-        penalty = self.method.penalty(self.model.posterior, progress, self.examples)
-        if penalty is None:
-            return 0.0
-        self.scaler.scale(penalty).backward()
-        return penalty.item()
 
     def _reduce(self, parameters: list[Tensor], total: float) -> float:
         """Sums gradients and loss over processes, and averages what statistics adapted to."""
@@ -388,100 +317,6 @@ class Fit:
             statistic.copy_(reduce(statistic, "mean"))
         summed: float = reduce(torch.tensor(total, device=self.model.device), "sum").item()
         return summed
-
-    def _losses(
-        self, inputs: Inputs, target: Tensor, turn: int, seed: int, mine: slice, size: int
-    ) -> Tensor:
-        """Each example's loss; draws depend on its place in the whole batch of all processes."""
-        model = self.model
-        output = self._run(self.runner, inputs, turn, seed, mine, size)
-        target = model.likelihood.target(target, output)
-        weight = None
-        if model.likelihood.kind == "classes":
-            weight = self.method.class_weights(turn, output.shape[1], self.seed)
-        losses = model.likelihood.loss(
-            output, target, None if weight is None else weight.to(output)
-        )
-        counts = self.method.example_weights(turn, size, seed)
-        return losses if counts is None else losses * counts[mine].to(losses)
-
-    def _outlier_losses(
-        self, inputs: Inputs, step_seed: int, mine: slice, size: int
-    ) -> Tensor | None:
-        """The method's loss on outliers, each run at two draws at once."""
-        assert self.outliers is not None  # noqa: S101  (asked before)
-        strange = self.outliers.batch(inputs, step_seed)
-        count = len(strange)
-        rows = slice(mine.start * count // size, mine.stop * count // size)
-        if rows.start == rows.stop:
-            return None
-        once = strange[rows].to(self.model.device)
-        seed = key("outliers", step_seed)
-        # The frozen runner: outliers must not shift statistics that adapt.
-        output = self._run(self.model.runner, once, 0, seed, rows, count, copies=2)
-        information = self.model.likelihood.mutual_information(output.unflatten(0, (2, -1)))
-        return self.method.ood_loss(information).sum() / count
-
-    def _run(
-        self,
-        runner: Runner,
-        inputs: Inputs,
-        turn: int,
-        seed: int,
-        mine: slice,
-        size: int,
-        copies: int = 1,
-    ) -> Tensor:
-        """Outputs for rows `mine` of `size`, each at a draw of its own or at its group's.
-
-        Copies of the rows stand behind each other, and no two copies of a row share a draw.
-        """
-        model = self.model
-        if copies > 1:
-            inputs = inputs.map_batched(lambda t: torch.cat([t] * copies))
-        exemplar = self._is_exemplar(inputs)
-        whole = copies * size
-        count = whole if exemplar else min(max(self.groups or 1, copies), whole)
-
-        def own(each: Tensor) -> Tensor:
-            part = each.unflatten(0, (copies, size))[:, mine].flatten(0, 1) if exemplar else each
-            return part.to(model.device)
-
-        posterior = model.posterior.in_training()
-        noise = fresh_normals(posterior.shapes(), seed=seed, count=count)
-        draws = posterior(
-            own(self.method.component(turn, count)), {n: own(value) for n, value in noise.items()}
-        )
-        if exemplar and draws:
-            apart = inputs.map_batched(lambda t: t.unsqueeze(1))
-            return runner.paired(draws, apart).flatten(0, 1)
-        places = [c * size + row for c in range(copies) for row in range(mine.start, mine.stop)]
-        bounds = [bisect_left(places, g * whole // count) for g in range(count + 1)]
-        return torch.cat(
-            [
-                runner.plain({n: v[g] for n, v in draws.items()}, inputs[first:last])
-                for g, (first, last) in enumerate(pairwise(bounds))
-                if first < last
-            ]
-        )
-
-    def _is_exemplar(self, inputs: Inputs) -> bool:
-        """Whether every example gets a draw of its own: if the network can be vectorised so."""
-        kind = inputs[:1].describe()
-        if self.groups is None and kind not in self.tried:
-            self.tried.add(kind)
-            with torch.no_grad():
-                draws = self.model.posterior.in_training().draws(self.seed, range(2))
-            if not draws:
-                self.groups = 1
-            elif not self.model.runner.can_vectorise(draws, inputs, paired=True):
-                self.groups = self._evenly(GROUPS)
-        return self.groups is None
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, dtype=self.precision)
 
     def _first_validation(self) -> None:
         """Judges the network itself and the untrained posterior, which training has to beat."""

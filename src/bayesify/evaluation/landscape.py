@@ -10,7 +10,6 @@ steps have to be; the ABNN paper's table 4 compares it between methods.
 """
 
 import copy
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -22,9 +21,9 @@ from torch import Tensor
 from bayesify.batches import labelled
 from bayesify.errors import SettingError
 from bayesify.evaluation.checks import count
+from bayesify.gradients import Gradients
 from bayesify.outliers import Normalisation, Outliers
 from bayesify.posterior import Draws, key
-from bayesify.training import Fit
 
 if TYPE_CHECKING:
     from bayesify.model import BayesianModel
@@ -145,12 +144,20 @@ def gradient_noise(
     """
     count("runs", runs, 2)
     ((inputs, target),) = labelled([batch])
-    fit = _fit(model, batch, groups, normalisation)
+    twin = copy.deepcopy(model)
+    if twin.method.optimizer(twin.posterior, len(inputs)) is None:
+        raise SettingError(
+            f"{type(twin.method).__name__} trains nothing by gradients, so that there is no "
+            f"gradient that could vary."
+        )
+    radius = twin.method.noise_radius()
+    outliers = Outliers(radius, None, normalisation) if radius else None
+    gradients = Gradients(twin, outliers, groups, None, seed)
     mean = spread = torch.zeros(())
     for run in range(runs):
         rows = _rows(len(inputs), subset, key("rows", seed, run))
         some = inputs.map_batched(itemgetter(rows))
-        gradient = fit.gradient(some, torch.as_tensor(target)[rows], key("run", seed, run))
+        gradient = gradients.vector(some, torch.as_tensor(target)[rows], key("run", seed, run))
         # Welford's sums: no gradient is kept, and nothing large cancels.
         off = gradient - mean
         mean = mean + off / (run + 1)
@@ -158,37 +165,6 @@ def gradient_noise(
     return GradientNoise(
         (spread / (runs - 1)).mean().item(), mean.square().mean().item(), mean.numel(), runs
     )
-
-
-def _fit(
-    model: "BayesianModel", batch: Any, groups: int | None, normalisation: Normalisation | None
-) -> Fit:
-    """A fit that would train a copy of the model on one batch."""
-    twin = copy.deepcopy(model)
-    radius = twin.method.noise_radius()
-    fit = Fit(
-        twin,
-        [batch],
-        epochs=1,
-        validation=[batch],
-        augment=None,
-        outliers=Outliers(radius, None, normalisation) if radius else None,
-        num_examples=None,
-        checkpoint=None,
-        checkpoint_seconds=math.inf,
-        seed=0,
-        progress=False,
-        precision=None,
-        groups=groups,
-        accumulate=1,
-        validations=1,
-    )
-    if fit.method.optimizer(twin.posterior, fit.examples) is None:
-        raise SettingError(
-            f"{type(fit.method).__name__} trains nothing by gradients, so that there is no "
-            f"gradient that could vary."
-        )
-    return fit
 
 
 def _rows(size: int, subset: int | None, seed: int) -> Tensor:
