@@ -29,7 +29,7 @@ from bayesify.outliers import Normalisation
 from bayesify.trials import DataSet, Trials
 
 TAKEN = ("cache", "results.json", "results.csv", "report.html")
-DEFAULT = ("map", "temperature", "abnn", "bayes-adapter", "ibnn", "mc-dropout", "laplace")
+DEFAULT = ("map", "temperature", "abnn", "bayes-adapter", "ibnn", "mc-dropout")
 BATCH = 256  # of sets that are named, where nothing is trained
 
 Data = str | Iterable[Any]
@@ -69,9 +69,8 @@ def compare(
         data: What is trained on.
         test: What judges, with targets.
         methods: Names, methods, or methods by a name of yours. By default the network, temperature,
-            ABNN, BayesAdapter, iBNN, MC dropout and Laplace, as far as they go with the network and
-            data. The network itself (`MAP`) is always among them: it is what the others are
-            compared with.
+            ABNN, BayesAdapter, iBNN and MC dropout, as far as they go with the network and data.
+            The network itself (`MAP`) is always among them: the others are compared with it.
         validation: Decides what a fit keeps; split off the data otherwise.
         calibration: Chooses noise and temperature of all but the network itself.
         ood: Sets of other kinds by name, which uncertainty should tell apart from the test set.

@@ -166,8 +166,9 @@ class Trials:
             write_json(file, record)
         self.sizes = record["sizes"]
         cost = {name: fitted[name] for name in ("fit_seconds", "calibrate_seconds")}
-        usual = type(method).__name__ if method_name(method) == name else name
-        about = {"title": usual, "settings": method.to_dict(), "fit": fitted["fit"]}
+        usual = "network" if type(method) is MAP else type(method).__name__
+        title = usual if method_name(method) == name else name
+        about = {"title": title, "settings": method.to_dict(), "fit": fitted["fit"]}
         return {**record, **about, "cost": {**cost, **record["cost"], "bytes": fitted["bytes"]}}
 
     def _made_from(self, method: Method) -> str:

@@ -30,15 +30,17 @@ TITLES = {
 COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "fit_seconds": ("fit, s", lambda value: f"{value:.1f}"),
     "calibrate_seconds": ("calibrate, s", lambda value: f"{value:.1f}"),
-    "relative_time": ("time, times network's", lambda value: f"{value:.1f}"),
+    "relative_time": ("time / network's", lambda value: f"{value:.1f}"),
     "bytes": ("on disk, MB", lambda value: f"{value / 1e6:.3g}"),
     "peak_bytes": ("peak memory, MB", lambda value: f"{value / 1e6:.3g}"),
 }
+NOT_SHOWN = ("accuracy_at_80", "accuracy_at_95", "aupr")  # in a table that is long enough
 MARKS = {True: "▲", False: "▼", None: "≈"}
 LEGEND = (
     "▲ better and ▼ worse than {}, ≈ no different within noise. Below a value: its 95 % interval, "
     "by the bootstrap over examples.\n"
-    "Arrows: which way is better. Time and memory: of one prediction of one batch."
+    "Arrows: which way is better. Time and memory: of one prediction of one batch. More measures: "
+    "results.csv."
 )
 WIDTH = 24  # of a column in a text that no terminal sets a width for
 
@@ -132,13 +134,17 @@ class Comparison:
     def _measures(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Titles, and what each method has under them."""
         first = next(iter(self.methods.values()))
-        for measure in first["measures"]:
+        for measure in filter(_is_shown, first["measures"]):
             cells = {name: method["measures"][measure] for name, method in self.methods.items()}
             yield TITLES.get(measure, measure), cells
         for other, found in first["ood"].items():
-            for measure in found:
+            for measure in filter(_is_shown, found):
                 cells = {name: m["ood"][other][measure] for name, m in self.methods.items()}
                 yield f"{other}: {TITLES.get(measure, measure)}", cells
+
+
+def _is_shown(measure: str) -> bool:
+    return measure not in NOT_SHOWN
 
 
 def _cell(cell: Mapping[str, Any], is_baseline: bool) -> str:
