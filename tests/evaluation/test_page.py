@@ -152,6 +152,54 @@ def test_the_network_alone_has_a_report(results: dict[str, Any]) -> None:
     assert sections(text) == [*SECTIONS, "made"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "network",
+        "data",
+        "data.test",
+        "seed",
+        "command",
+        "bayesify",
+        "classes",
+        "methods.abnn.cost",
+        "methods.abnn.settings",
+        "methods.abnn.per_class",
+        "methods.abnn.examples",
+        "methods.abnn.measures.nll.low",
+        "methods.map.measures.nll",
+    ],
+)
+def test_the_rest_is_shown_where_a_part_is_missing(bare: dict[str, Any], path: str) -> None:
+    assert "How this was made" in render(broken(copy.deepcopy(bare), path, KeyError))
+    if path != "methods.map.measures.nll":
+        assert "How this was made" in render(broken(bare, path, None))
+
+
+def test_a_curve_without_other_data_is_drawn(results: dict[str, Any]) -> None:
+    for method in results["methods"].values():
+        method["curves"] = {"entropy": method["curves"]["entropy"]}
+        del method["curves"]["entropy"]["ood"]
+    assert render(results).count("<svg") == 2
+
+
+def test_doubt_is_shown_of_a_method_that_has_some(whole: dict[str, Any]) -> None:
+    names = ("map", "temperature", "abnn")
+    part = copy.deepcopy({**whole, "methods": {name: whole["methods"][name] for name in names}})
+    for method in part["methods"].values():
+        del method["curves"]
+    assert judge(check(part)).chosen == "temperature"
+    assert "ABNN doubts itself most here" in render(part)
+    for tile in part["methods"]["abnn"]["examples"]["most_epistemic"]:
+        tile["epistemic"] = 0.0
+    assert "doubts itself most" not in render(part)
+
+
+def test_the_baseline_is_called_the_network(bare: dict[str, Any]) -> None:
+    bare["methods"]["map"]["title"] = "MAP"
+    assert "Network (MAP)" in render(bare)
+
+
 def test_numbers_that_are_not_finite_are_dashes(results: dict[str, Any]) -> None:
     results["methods"]["abnn"]["measures"]["nll"]["value"] = math.nan
     results["methods"]["abnn"]["cost"]["peak_bytes"] = None
@@ -246,6 +294,7 @@ def broken(results: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("methods.abnn.curves.reliability.count", KeyError, "'count'.*bayesify compare"),
         ("methods.abnn.curves.reliability.count", [1], "differ in length"),
         ("methods.abnn.curves.entropy.edges", [0.0], "differ in length"),
+        ("methods.abnn.curves.risk_coverage.risk", [2.0] * 150, "risk must be in 0 to 1"),
         ("methods.abnn.per_class", [1], r"per_class\[0\] must be an object"),
         ("methods.abnn.draws", True, "draws must be of type int, not True"),
         ("classes", "cat", "results.classes must be a list"),

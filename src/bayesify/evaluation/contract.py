@@ -14,6 +14,7 @@ FORMAT = 1
 NEXT = "Make it again with `bayesify compare`."
 NUMBER = (float, int, type(None))
 NUMBERS = [NUMBER]
+NATS = ("entropy", "aleatoric", "epistemic")
 MEASURE = {"value": NUMBER, "low?": NUMBER, "high?": NUMBER, "better?": bool}
 SHOWN = [
     {
@@ -79,7 +80,7 @@ SHAPE = {
 def check(results: Any) -> dict[str, Any]:
     """The results with everything the page reads in place and of its kind.
 
-    What is missing and may be is None, and so is a number that is not finite.
+    What is missing and may be is None or empty, and a number that is not finite is None.
 
     Raises:
         CorruptFileError: If something else is missing or of another kind.
@@ -93,8 +94,13 @@ def check(results: Any) -> dict[str, Any]:
     methods, base = checked["methods"], checked["baseline"]
     if base not in methods:
         raise CorruptFileError(f"results.baseline {base!r} is not one of the methods. {NEXT}")
-    # The network comes first, wherever it stood.
-    checked["methods"] = {base: methods.pop(base), **methods}
+    for name, method in methods.items():
+        _require_curves(method["curves"], f"results.methods.{name}.curves")
+    # The network comes first, wherever it stood, and is called so.
+    network = methods.pop(base)
+    if "network" not in network["title"].lower():
+        network["title"] = f"Network ({network['title']})"
+    checked["methods"] = {base: network, **methods}
     return checked
 
 
@@ -111,14 +117,47 @@ def _check(value: Any, shape: Any, where: str) -> Any:
             else:
                 nullable = isinstance(inner, tuple) and type(None) in inner and key in value
                 _require(nullable or name != key, where, f"an object with {key!r}", value)
-                found[key] = None
+                found[key] = _nothing(inner)
         return found
     if isinstance(shape, list):
         _require(isinstance(value, list), where, "a list", value)
         return [_check(one, shape[0], f"{where}[{place}]") for place, one in enumerate(value)]
     right = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
     _require(right, where, f"of type {_named(shape)}", value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return _finite(value) if shape is NUMBER else value
+
+
+def _nothing(shape: Any) -> Any:
+    """What stands for something that is missing: an empty list or object, or None."""
+    if isinstance(shape, list):
+        return []
+    if isinstance(shape, dict) and ("*" in shape or all(name.endswith("?") for name in shape)):
+        return _check({}, shape, "")
+    return None
+
+
+def _finite(value: float | None) -> float | None:
+    try:
+        return None if value is None or not math.isfinite(value) else float(value)
+    except OverflowError:  # a whole number beyond all floats
+        return None
+
+
+def _require_curves(curves: Mapping[str, Any], where: str) -> None:
+    """Checks that the lists of a curve belong together, and that shares are shares."""
+    for kind, curve in curves.items():
+        if curve is None:
+            continue
+        lists = {name: values for name, values in curve.items() if isinstance(values, list)}
+        lists |= {f"ood.{name}": values for name, values in (curve.get("ood") or {}).items()}
+        lengths = {len(values) - (name == "edges") for name, values in lists.items() if values}
+        if len(lengths) > 1:
+            raise CorruptFileError(f"the lists of {where}.{kind} differ in length. {NEXT}")
+        for name in (
+            set(lists) - {"edges", "severity", "count"} - set(NATS if kind == "shift" else ())
+        ):
+            if any(value is not None and not -1e-6 <= value <= 1 + 1e-6 for value in lists[name]):
+                raise CorruptFileError(f"{where}.{kind}.{name} must be in 0 to 1. {NEXT}")
 
 
 def _require(condition: bool, where: str, wanted: str, value: Any) -> None:

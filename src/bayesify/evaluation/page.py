@@ -13,9 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from bayesify.errors import CorruptFileError
 from bayesify.evaluation import panels
-from bayesify.evaluation.contract import NEXT, check
+from bayesify.evaluation.contract import check
 from bayesify.evaluation.verdict import duration, judge, size
 from bayesify.files import write_bytes
 
@@ -104,9 +103,9 @@ def _tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for m in methods.values() for name in m["measures"]))
     strange = [
         (other, name)
-        for other in dict.fromkeys(other for m in methods.values() for other in m["ood"] or {})
+        for other in dict.fromkeys(other for m in methods.values() for other in m["ood"])
         for name in ("auroc", "aupr", "fpr95")
-        if any(name in (m["ood"] or {}).get(other, {}) for m in methods.values())
+        if any(name in m["ood"].get(other, {}) for m in methods.values())
     ]
     quality = [(None, name) for name in names]
     whole = quality + strange
@@ -123,7 +122,7 @@ def _columns(
 ) -> list[dict[str, str | None]]:
     heads: list[dict[str, str | None]] = []
     for other, name in columns:
-        title, arrow, note = HEADINGS.get(name, (name.replace("_", " "), "", ""))
+        title, arrow, note = HEADINGS.get(name) or _unlisted(name)
         heads.append({"title": title, "arrow": arrow, "note": note, "set": other})
     if costs:
         heads += [
@@ -133,6 +132,13 @@ def _columns(
     return heads
 
 
+def _unlisted(name: str) -> tuple[str, str, str]:
+    """The heading of a measure that is not in `HEADINGS`."""
+    if share := re.fullmatch(r"accuracy_at_(\d+)", name):
+        return f"at {share[1]} %", "↑", f"accuracy on the surest {share[1]} % of the inputs"
+    return name.replace("_", " "), "", ""
+
+
 def _rows(
     results: Mapping[str, Any], columns: list[tuple[str | None, str]], *, costs: bool = False
 ) -> list[dict[str, Any]]:
@@ -140,10 +146,10 @@ def _rows(
     for key, method in results["methods"].items():
         cells = []
         for other, name in columns:
-            source = method["measures"] if other is None else (method["ood"] or {}).get(other, {})
+            source = method["measures"] if other is None else method["ood"].get(other, {})
             cells.append(_cell(name, source.get(name), key == results["baseline"]))
         if costs:
-            cells += _costs(method["cost"] or {})
+            cells += _costs(method["cost"])
         rows.append({"title": method["title"], "name": key, "cells": cells})
     return rows
 
@@ -188,9 +194,7 @@ def _per_class(results: Mapping[str, Any], beside: str | None) -> dict[str, Any]
     """Class by class, the network and the method beside it."""
     methods = results["methods"]
     names = [name for name in (results["baseline"], beside) if name]
-    found = {
-        name: {row["class"]: row for row in methods[name]["per_class"] or []} for name in names
-    }
+    found = {name: {row["class"]: row for row in methods[name]["per_class"]} for name in names}
     found = {name: rows for name, rows in found.items() if rows}
     if not found:
         return None
@@ -230,7 +234,7 @@ def _plots(results: Mapping[str, Any]) -> dict[str, list[Any]]:
     from markupsafe import Markup
 
     titles = {name: method["title"] for name, method in results["methods"].items()}
-    curves = {name: method["curves"] or {} for name, method in results["methods"].items()}
+    curves = {name: method["curves"] for name, method in results["methods"].items()}
     base = results["baseline"]
 
     def having(kind: str) -> dict[str, Any]:
@@ -250,7 +254,7 @@ def _plots(results: Mapping[str, Any]) -> dict[str, list[Any]]:
     top = max(
         (100 * share for c in doubts.values() for kind in _shares(c) for share in kind), default=0
     )
-    test = ((results["data"] or {}).get("test") or {}).get("name") or "test"
+    test = results["data"]["test"]["name"] or "test"
     figures["entropy"] = [
         (
             panels.entropies(titles[name], curve, 1.05 * top or None, test),
@@ -289,22 +293,15 @@ def _plots(results: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _drawable(kind: str, curve: Mapping[str, Any]) -> bool:
-    """Whether a curve has points, as many of each kind, and all are numbers where they must be."""
-    if kind == "entropy":
-        sides = [len(shares) + 1 for shares in _shares(curve)]
-        lists = [curve["edges"], *_shares(curve)]
-        fits = all(side == len(curve["edges"]) for side in sides)
-    else:
-        lists = [values for values in curve.values() if isinstance(values, list)]
-        fits = len({len(values) for values in lists}) == 1
-    if not fits:
-        raise CorruptFileError(f"the lists of a curve {kind!r} differ in length. {NEXT}")
+    """Whether a curve has points, and no holes where there can be none."""
+    lists = [values for values in curve.values() if isinstance(values, list)]
+    lists += _shares(curve) if kind == "entropy" else []
     holes = any(value is None for values in lists for value in values)
-    return bool(lists[0]) and (kind == "reliability" or not holes)
+    return any(lists) and (kind == "reliability" or not holes)
 
 
 def _shares(curve: Mapping[str, Any]) -> list[list[float]]:
-    return [curve["test"], *(curve["ood"] or {}).values()]
+    return [curve["test"], *curve["ood"].values()]
 
 
 def _titled(curves: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, Any]:
@@ -331,7 +328,7 @@ def _galleries(results: Mapping[str, Any], beside: str | None) -> list[dict[str,
     galleries = []
     for place, (name, kind, title) in enumerate(wanted):
         method = results["methods"][name]
-        tiles = (method["examples"] or {}).get(kind) or []
+        tiles = method["examples"].get(kind, [])
         if not tiles or (place == 1 and method is network):
             continue
         galleries.append(
@@ -347,7 +344,7 @@ def _doubter(results: Mapping[str, Any], beside: str | None) -> str | None:
     """The method beside the network if it doubts itself at all, or else the first that does."""
     names = [beside, *results["methods"]] if beside else list(results["methods"])
     for name in names:
-        tiles = (results["methods"][name]["examples"] or {}).get("most_epistemic") or []
+        tiles = results["methods"][name]["examples"].get("most_epistemic", [])
         if any((tile["epistemic"] or 0) > 1e-4 for tile in tiles):
             return name
     return None
@@ -364,5 +361,5 @@ def _tile(results: Mapping[str, Any], tile: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _label(results: Mapping[str, Any], label: int) -> str:
-    names = results["classes"] or []
+    names = results["classes"]
     return str(names[label]) if 0 <= label < len(names) else str(label)

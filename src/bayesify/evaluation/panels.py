@@ -61,7 +61,7 @@ def reliability(
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(3.4, 3.3)
+        figure, axes = _figure(3.4, 3.6)
         axes.plot([0, 100], [0, 100], color=INK, linewidth=0.8, linestyle=":", label="as it should")
         shown = [] if network is None else [("the network", network, INK, "o", "--")]
         colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
@@ -84,7 +84,7 @@ def reliability(
         start = max(0, 10 * int(lowest // 10))
         axes.set(xlim=(start, 101.5), ylim=(start, 101.5))
         axes.set(xlabel="confidence (%)", ylabel="right answers (%)", title=_short(name))
-        _legend(axes, "upper left")
+        _legend(figure, axes)
     return figure
 
 
@@ -102,7 +102,7 @@ def entropies(
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(3.4, 2.9)
+        figure, axes = _figure(3.4, 3.1)
         sets = {test: curve["test"], **curve.get("ood", {})}
         for place, (kind, shares) in enumerate(sets.items()):
             colour = (BLUE, ORANGE, GREEN, PURPLE, SKY)[place % 5]
@@ -119,7 +119,7 @@ def entropies(
         axes.set(xlabel="predictive entropy (nats)", ylabel="inputs (%)", title=_short(name))
         axes.set_xlim(curve["edges"][0], curve["edges"][-1])
         axes.set_ylim(0, top)
-        _legend(axes, "upper center")
+        _legend(figure, axes)
     return figure
 
 
@@ -133,7 +133,6 @@ def risk_coverage(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> "Figur
         {name: (_per_cent(c["coverage"]), _per_cent(c["risk"])) for name, c in curves.items()},
         xlabel="answered, the surest first (%)",
         ylabel="wrong among the answered (%)",
-        location="upper left",
     )
 
 
@@ -148,7 +147,6 @@ def shift_accuracy(curves: Mapping[str, Mapping[str, Any]]) -> "Figure":
         {name: (c["severity"], _per_cent(c["accuracy"])) for name, c in curves.items()},
         xlabel=_severity(kind),
         ylabel="right answers (%)",
-        location="lower left",
         marked=True,
     )
 
@@ -164,7 +162,7 @@ def shift_entropy(name: str, curve: Mapping[str, Any], top: float | None = None)
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(3.4, 2.9)
+        figure, axes = _figure(3.4, 3.1)
         severity, lower, total = curve["severity"], curve["aleatoric"], curve["entropy"]
         axes.fill_between(
             severity, 0, lower, color=BLUE, alpha=0.45, linewidth=0, label="aleatoric"
@@ -177,7 +175,7 @@ def shift_entropy(name: str, curve: Mapping[str, Any], top: float | None = None)
         axes.set(xlabel=_severity(curve["kind"]), ylabel="mean entropy (nats)", title=_short(name))
         axes.set_xlim(min(severity), max(severity) or 1)
         axes.set_ylim(0, top)
-        _legend(axes, "upper left")
+        _legend(figure, axes)
     return figure
 
 
@@ -225,14 +223,13 @@ def _lines(
     *,
     xlabel: str,
     ylabel: str,
-    location: str,
     marked: bool = False,
 ) -> "Figure":
     """One line a method; the first is the network, dashed and in the text's colour."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(4.6, 3.6)
+        figure, axes = _figure(4.6, 3.9)
         for place, (name, (x, y)) in enumerate(curves.items()):
             axes.plot(
                 [float("nan") if value is None else value for value in x],
@@ -248,7 +245,7 @@ def _lines(
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.margins(x=0.02)
         axes.set_ylim(bottom=0)
-        _legend(axes, location)
+        _legend(figure, axes)
     return figure
 
 
@@ -267,9 +264,15 @@ def _figure(width: float, height: float) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def _legend(axes: "Axes", location: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=location, frameon=False, fontsize=8.5)
+def _legend(figure: "Figure", axes: "Axes") -> None:
+    """Below the axes, where it hides nothing, in as many columns as its names leave room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    room = 14 * figure.get_figwidth()  # letters
+    columns = min(len(labels), 3, int(room // (max(map(len, labels)) + 5)))
+    place: Any = "outside lower center"
+    figure.legend(handles, labels, loc=place, ncols=max(1, columns), frameon=False, fontsize=8.5)
 
 
 def _short(name: str) -> str:
