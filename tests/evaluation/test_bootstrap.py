@@ -37,9 +37,9 @@ def test_weights_stand_for_a_resample_of_one_set(seed: int, size: int, levels: i
             bootstrap.calibration_error_of(score, flag),
             calibration_error(score[rows], flag[rows]),
         ),
-        "aurc": (bootstrap.aurc_of(score, flag), aurc(score[rows], flag[rows])),
+        "aurc": (bootstrap.aurc_of(bootstrap.Ranked(score, ~flag)), aurc(score[rows], flag[rows])),
         "at 80": (
-            bootstrap.accuracy_at_coverage_of(score, flag, 0.8),
+            bootstrap.accuracy_at_coverage_of(bootstrap.Ranked(score, ~flag), 0.8),
             accuracy_at_coverage(score[rows], flag[rows], 0.8),
         ),
     }
@@ -54,13 +54,14 @@ def test_weights_stand_for_a_resample_of_two_sets(
     known, strange = answers(seed, inside, levels)[0], answers(seed + 1, outside, levels)[0]
     (rows, first), (others, second) = drawn(inside, seed + 2), drawn(outside, seed + 3)
     weights = torch.cat([first, second])[None]
+    sets = bootstrap.Ranked.between(known, strange)
     for of, measure in (
         (bootstrap.auroc_of, auroc),
         (bootstrap.aupr_of, aupr),
         (bootstrap.fpr95_of, fpr95),
     ):
         expected = measure(known[rows], strange[others])
-        assert of(known, strange)(weights).item() == pytest.approx(expected, abs=1e-6)
+        assert of(sets)(weights).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_interval_of_a_mean_is_that_of_its_standard_error() -> None:
@@ -103,6 +104,13 @@ def test_the_seed_decides() -> None:
     one, same, other = (bootstrap.resample(measures, [50], seed=s)["mean"] for s in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+
+
+def test_an_order_is_summed_once_for_all_its_measures() -> None:
+    mistakes = bootstrap.Ranked(torch.rand(20), torch.rand(20) < 0.5)
+    weights, others = torch.ones(3, 20).double(), 2 * torch.ones(3, 20).double()
+    assert mistakes.cumulate(weights) is mistakes.cumulate(weights)
+    assert mistakes.cumulate(others).plain[0, -1] == 2 * mistakes.cumulate(weights).plain[0, -1]
 
 
 def test_what_cannot_be_resampled_is_said() -> None:

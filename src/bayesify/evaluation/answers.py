@@ -145,11 +145,12 @@ def measures(answers: Answers) -> tuple[dict[str, float], dict[str, bootstrap.Me
     if answers.kind == "classes":
         said, doubt, right = of["confidence"], of["uncertainty"], of["correct"]
         functions["ece"] = bootstrap.calibration_error_of(said, right)
-        functions["aurc"] = bootstrap.aurc_of(doubt, right)
+        mistakes = bootstrap.Ranked(doubt, right == 0)
+        functions["aurc"] = bootstrap.aurc_of(mistakes)
         values |= {"ece": calibration_error(said, right), "aurc": aurc(doubt, right)}
         for share in COVERAGES:
             name = f"accuracy_at_{100 * share:g}"
-            functions[name] = bootstrap.accuracy_at_coverage_of(doubt, right, share)
+            functions[name] = bootstrap.accuracy_at_coverage_of(mistakes, share)
             values[name] = accuracy_at_coverage(doubt, right, share)
     order = ("accuracy", "nll", "ece", "brier", "aurc")
     names = [*(name for name in order if name in values), *(n for n in values if n not in order)]
@@ -162,7 +163,8 @@ def detection(
     """How well uncertainty tells another set from the test set: values and functions of weights."""
     known, strange = inside.numbers["uncertainty"], outside.numbers["uncertainty"]
     values = {name: f(known, strange) for name, f in _DETECTION.items()}
-    functions = {name: f(known, strange) for name, f in _RESAMPLED.items()}
+    sets = bootstrap.Ranked.between(known, strange)
+    functions = {name: f(sets) for name, f in _RESAMPLED.items()}
     return values, functions
 
 

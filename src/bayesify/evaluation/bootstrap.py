@@ -14,7 +14,7 @@ Where sets are told apart, each of the two is resampled by itself.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from bayesify.posterior import key
 
 RESAMPLES = 1000
 LEVEL = 0.95
-LARGEST = 1 << 21  # weights in memory at a time
+LARGEST = 1 << 18  # weights in memory at a time
 
 Measure = Callable[[Tensor], Tensor]
 """A function of weights `[R, n]`, of all examples, with a number for each resample, `[R]`."""
@@ -117,126 +117,130 @@ def calibration_error_of(confidence: Tensor, correct: Tensor, bins: int = BINS) 
     return lambda weights: (weights @ gaps).abs().sum(1) / weights.sum(1)
 
 
-def aurc_of(uncertainty: Tensor, correct: Tensor) -> Measure:
-    """The area under the risk-coverage curve."""
-    ranked = Ranked.by(uncertainty, ~flags("correct", correct))
+# Measures of an order, which several may share
+
+
+class Ranked:
+    """Examples in the order of a score, of which some have a flag.
+
+    Args:
+        score: Of each example, `[n]`; equal ones make a group.
+        flag: Which examples have it, `[n]`.
+    """
+
+    def __init__(self, score: Tensor, flag: Tensor) -> None:
+        wide = numbers("score", score.flatten(), finite=False)
+        alike(score=wide, flag=flag)
+        ordered, self.order = wide.sort(stable=True)
+        last = torch.ones(len(ordered), dtype=torch.bool)
+        last[:-1] = ordered[1:] != ordered[:-1]
+        self.ends = last.nonzero().flatten()
+        self.flag = flags("flag", flag).double()
+        self._last: tuple[Tensor, Cumulated] | None = None
+
+    @staticmethod
+    def between(inside: Tensor, outside: Tensor) -> "Ranked":
+        """Two sets together; those outside have the flag."""
+        score = torch.cat([inside.flatten(), outside.flatten()])
+        return Ranked(score, torch.arange(len(score)) >= inside.numel())
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def cumulate(self, weights: Tensor) -> "Cumulated":
+        """Sums of weights by group; those of the last weights are kept for the next measure."""
+        if self._last is None or self._last[0] is not weights:
+            flagged = weights * self.flag
+            ends = (
+                part[:, self.order].cumsum(1)[:, self.ends] for part in (weights - flagged, flagged)
+            )
+            sums = ((end, end.diff(dim=1, prepend=torch.zeros_like(end[:, :1]))) for end in ends)
+            (plain, plain_here), (marked, marked_here) = sums
+            self._last = weights, Cumulated(plain, plain_here, marked, marked_here)
+        return self._last[1]
+
+
+class Cumulated(NamedTuple):
+    """Weight without and with the flag, up to the end of each group and in it, `[R, G]` each."""
+
+    plain: Tensor
+    plain_here: Tensor
+    flagged: Tensor
+    flagged_here: Tensor
+
+
+def aurc_of(mistakes: Ranked) -> Measure:
+    """The area under the risk-coverage curve, by rising uncertainty; mistakes have the flag."""
     # digamma(k + 1) for whole k: sums of 1 / (before + j) are differences of these.
-    table = torch.digamma(torch.arange(len(uncertainty) + 1, dtype=torch.float64) + 1)
+    table = torch.digamma(torch.arange(len(mistakes) + 1, dtype=torch.float64) + 1)
 
     def measure(weights: Tensor) -> Tensor:
-        plain, wrong = ranked.cumulate(weights)
-        answered = plain + wrong
-        size, mistakes = _steps(answered), _steps(wrong)
+        right, right_here, wrong, wrong_here = mistakes.cumulate(weights)
+        answered, size = right + wrong, right_here + wrong_here
         before = answered - size
-        rate = mistakes / size.clamp_min(1)
+        rate = wrong_here / size.clamp_min(1)
         harmonic = table[answered.long()] - table[before.long()]
-        risks = rate * size + (wrong - mistakes - rate * before) * harmonic
+        risks = rate * size + (wrong - wrong_here - rate * before) * harmonic
         return risks.sum(1) / answered[:, -1]
 
     return measure
 
 
-def accuracy_at_coverage_of(uncertainty: Tensor, correct: Tensor, coverage: float) -> Measure:
+def accuracy_at_coverage_of(mistakes: Ranked, coverage: float) -> Measure:
     """Accuracy on the surest share of the examples, rounded up to whole ones."""
-    ranked = Ranked.by(uncertainty, ~flags("correct", correct))
-    asked = max(1, math.ceil(share("coverage", coverage) * len(uncertainty) - 1e-9))
+    asked = max(1, math.ceil(share("coverage", coverage) * len(mistakes) - 1e-9))
 
     def measure(weights: Tensor) -> Tensor:
-        plain, wrong = ranked.cumulate(weights)
-        answered = plain + wrong
+        right, right_here, wrong, wrong_here = mistakes.cumulate(weights)
+        answered = right + wrong
         at = torch.full((len(weights), 1), float(asked), dtype=torch.float64)
         last = torch.searchsorted(answered, at)
-        ends, mistakes, size, missed = (
+        ends, missed, kept_here, missed_here = (
             values.gather(1, last).squeeze(1)
-            for values in (answered, wrong, _steps(answered), _steps(wrong))
+            for values in (answered, wrong, right_here, wrong_here)
         )
-        return 1 - (mistakes - (ends - asked) / size * missed) / asked
+        beyond = (ends - asked) / (kept_here + missed_here)
+        return 1 - (missed - beyond * missed_here) / asked
 
     return measure
 
 
-# Measures of two sets, whose weights stand side by side
-
-
-def auroc_of(inside: Tensor, outside: Tensor) -> Measure:
-    """The area under the ROC curve."""
-    ranked = Ranked.between(inside, outside)
+def auroc_of(sets: Ranked) -> Measure:
+    """The area under the ROC curve of two sets; those outside have the flag."""
 
     def measure(weights: Tensor) -> Tensor:
-        known, strange = ranked.cumulate(weights)
-        below = known - _steps(known) / 2
-        return (_steps(strange) * below).sum(1) / (known[:, -1] * strange[:, -1])
+        known, known_here, strange, strange_here = sets.cumulate(weights)
+        won = (strange_here * (known - known_here / 2)).sum(1)
+        return won / (known[:, -1] * strange[:, -1])
 
     return measure
 
 
-def aupr_of(inside: Tensor, outside: Tensor) -> Measure:
+def aupr_of(sets: Ranked) -> Measure:
     """Average precision, outside being what is sought."""
-    ranked = Ranked.between(-inside, -outside)
 
     def measure(weights: Tensor) -> Tensor:
-        known, strange = ranked.cumulate(weights)
-        precision = strange / (known + strange).clamp_min(1)
-        return (_steps(strange) * precision).sum(1) / strange[:, -1]
+        known, known_here, strange, strange_here = sets.cumulate(weights)
+        true = strange[:, -1:] - strange + strange_here
+        false = known[:, -1:] - known + known_here
+        return (strange_here * true / (true + false).clamp_min(1)).sum(1) / strange[:, -1]
 
     return measure
 
 
-def fpr95_of(inside: Tensor, outside: Tensor) -> Measure:
+def fpr95_of(sets: Ranked) -> Measure:
     """The share of inside that is flagged where 95 % of outside is."""
-    ranked = Ranked.between(-inside, -outside)
 
     def measure(weights: Tensor) -> Tensor:
-        known, strange = ranked.cumulate(weights)
-        needed = torch.ceil(95 * strange[:, -1:] / 100 - 1e-9)
-        cut = torch.searchsorted(strange, needed)
-        return known.gather(1, cut).squeeze(1) / known[:, -1]
+        known, known_here, strange, strange_here = sets.cumulate(weights)
+        total = strange[:, -1:]
+        spared = total - torch.ceil(95 * total / 100 - 1e-9)
+        # The last group below which no more of outside lies than may be missed.
+        cut = torch.searchsorted(strange - strange_here, spared, right=True) - 1
+        passed = (known - known_here).gather(1, cut).squeeze(1)
+        return 1 - passed / known[:, -1]
 
     return measure
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """Examples in the order of a score, of which some have a flag.
-
-    Args:
-        order: The examples by rising score, `[n]`.
-        ends: Where in that order each group of equal scores ends, `[G]`.
-        flag: Which examples have it, `[n]`.
-    """
-
-    order: Tensor
-    ends: Tensor
-    flag: Tensor
-
-    @staticmethod
-    def by(score: Tensor, flag: Tensor) -> "Ranked":
-        """Ranks examples."""
-        wide = numbers("score", score.flatten(), finite=False)
-        alike(score=wide, flag=flag)
-        ordered, order = wide.sort(stable=True)
-        last = torch.ones(len(ordered), dtype=torch.bool)
-        last[:-1] = ordered[1:] != ordered[:-1]
-        return Ranked(order, last.nonzero().flatten(), flag.double())
-
-    @staticmethod
-    def between(inside: Tensor, outside: Tensor) -> "Ranked":
-        """Ranks two sets together; those outside have the flag."""
-        score = torch.cat([inside.flatten(), outside.flatten()])
-        return Ranked.by(score, torch.arange(len(score)) >= inside.numel())
-
-    def cumulate(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight without and with the flag up to the end of each group, `[R, G]` each."""
-        flagged = weights * self.flag
-        plain, marked = (
-            part[:, self.order].cumsum(1)[:, self.ends] for part in (weights - flagged, flagged)
-        )
-        return plain, marked
-
-
-def _steps(cumulated: Tensor) -> Tensor:
-    """What each group adds."""
-    return cumulated.diff(dim=1, prepend=torch.zeros_like(cumulated[:, :1]))
 
 
 def _weights(size: int, rows: int, generator: torch.Generator) -> Tensor:
