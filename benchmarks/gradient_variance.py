@@ -1,6 +1,6 @@
 """Gradient variance of a draw for each example against a shared draw, one Bayesian layer.
 
-    BAYESIFY_DATA=../shared/data python benchmarks/gradient_variance.py [--runs 500]
+    BAYESIFY_DATA=../shared/data python benchmarks/gradient_variance.py [--runs 500] [--layer-runs 50]
 
 The experiment of the BayesAdapter paper: a toy model that is one Bayesian convolution, fixed inputs
 and target outputs, and the variance of the stochastic gradients of mu and psi over many runs,
@@ -73,12 +73,17 @@ def variance(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=500)
-    runs = parser.parse_args().runs
-    command = f"python benchmarks/gradient_variance.py --runs {runs}"
+    parser.add_argument("--runs", type=int, default=500, help="of the convolution alone")
+    parser.add_argument("--layer-runs", type=int, default=50, help="of each layer of ResNet-20")
+    arguments = parser.parse_args()
+    command = (
+        f"python benchmarks/gradient_variance.py --runs {arguments.runs} "
+        f"--layer-runs {arguments.layer_runs}"
+    )
     results: dict[str, dict[str, dict[str, float]]] = {}
     for layer in (TOY, *LAYERS):
         bnn, x, y = toy() if layer == TOY else resnet20(layer)
+        runs = arguments.runs if layer == TOY else arguments.layer_runs
         batch = len(x)
         rows = {str(groups): variance(bnn, x, y, groups, runs) for groups in (1, 2, 4, 8, batch)}
         own = rows[str(batch)]

@@ -7,7 +7,7 @@ METHOD is bayes-adapter (without regularisation, the paper's BayesAdapter-), bay
 images alone, no temperature, then looks at all 10,000 test images and 5,000 SVHN crops once.
 --pgd attacks 1,000 test images (20 steps of 0.003 within 0.031, through 20 draws) and tells them
 from the clean ones by mutual information, and for the network itself by its entropy.
-Writes benchmarks/results/resnet20-METHOD-seed<seed>.json.
+Writes benchmarks/results/resnet20-METHOD-AUGMENT-seed<seed>.json.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bayesify.evaluation.attacks import detection, pgd
 from torch.utils.data import DataLoader
 
 import bayesify
 from bayesify import IBNN, MAP, BayesAdapter, BayesianModel, Method
 from bayesify.data import CIFAR10_NORMALISATION, load_data
+from bayesify.evaluation.attacks import detection, pgd
 from bayesify.zoo import load_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -62,12 +62,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=50_000, help="training images to fit on")
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--augment", default="crop-flip", choices=("crop-flip", "strong"))
     parser.add_argument("--pgd", type=int, default=0, help="test images to attack")
     arguments = parser.parse_args()
     seed, name = arguments.seed, arguments.method
     command = (
         f"python benchmarks/methods_resnet20.py {name} --seed {seed} --train {arguments.train} "
-        f"--epochs {arguments.epochs} --pgd {arguments.pgd}"
+        f"--epochs {arguments.epochs} --augment {arguments.augment} --pgd {arguments.pgd}"
     )
     method = METHODS[name]
     model = load_model("cifar10-resnet20")
@@ -76,7 +77,7 @@ def main() -> None:
     fitted = bnn.fit(
         loader(f"cifar10:train[:{arguments.train}]", 64, shuffle=True),
         epochs=arguments.epochs,
-        augment="strong",
+        augment=arguments.augment,
         seed=seed,
         normalisation=CIFAR10_NORMALISATION,
         checkpoint=Path("/tmp") / f"bayesify-{name}-{seed}.safetensors",  # noqa: S108
@@ -89,7 +90,7 @@ def main() -> None:
         "fit_seconds": time.monotonic() - started,
     }
     print(results, flush=True)
-    file = RESULTS / f"resnet20-{name}-seed{seed}.json"
+    file = RESULTS / f"resnet20-{name}-{arguments.augment}-seed{seed}.json"
 
     def keep(**more: Any) -> None:
         results.update(more)
