@@ -1,6 +1,6 @@
 """Gradient variance of a draw for each example against a shared draw, one Bayesian layer.
 
-    BAYESIFY_DATA=../shared/data python benchmarks/gradient_variance.py [--runs 500] [--layer-runs 50]
+    BAYESIFY_DATA=../shared/data python benchmarks/gradient_variance.py [--runs 500]
 
 The experiment of the BayesAdapter paper: a toy model that is one Bayesian convolution, fixed inputs
 and target outputs, and the variance of the stochastic gradients of mu and psi over many runs,
