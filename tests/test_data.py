@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from bayesify.data import VOID, ImageFiles, Images, load_data, split_digits
-from bayesify.errors import CorruptFileError, DataError, SettingError
+from bayesify.data import VOID, ImageFiles, Images, Readable, load_data, split_digits
+from bayesify.errors import BayesifyWarning, CorruptFileError, DataError, SettingError
 
 RNG = np.random.default_rng(0)
 PUBLIC = {
@@ -228,7 +228,108 @@ class TestFolder:
             data[0]
 
 
+class TestCSV:
+    def save(self, tmp_path, text):
+        (tmp_path / "d.csv").write_text(text)
+        return str(tmp_path / "d.csv")
+
+    def test_without_headings_all_columns_are_inputs(self, tmp_path):
+        (x,) = load_data(self.save(tmp_path, "1,2.5\n\n-3,4e1\n")).tensors
+        assert x.tolist() == [[1, 2.5], [-3, 40]]
+        assert x.dtype == torch.float32
+
+    @pytest.mark.parametrize("heading", ["y", "Label", "target", " labels"])
+    def test_a_column_is_the_target(self, tmp_path, heading):
+        path = self.save(tmp_path, f"0,{heading},b\n1,7,2\n3,-8,4\n")
+        x, y = load_data(path).tensors
+        assert x.tolist() == [[1, 2], [3, 4]]
+        assert y.tolist() == [7, -8]
+        assert y.dtype == torch.int64
+        assert load_data(f"{path}[1:]")[0][0].tolist() == [3, 4]
+
+    def test_targets_with_fractions_are_values(self, tmp_path):
+        _, y = load_data(self.save(tmp_path, "\ufeffa,y\n1,7\n3,8.5\n")).tensors
+        assert y.tolist() == [7, 8.5]
+        assert y.dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "has no numbers"),
+            ("a,b\n", "has no numbers"),
+            ("y\n1\n", "has no numbers"),
+            ("1,2\n3\n", "line 2: 1 columns where the first line has 2"),
+            ("1,,3\n", "line 1: could not convert"),
+            ("a,b\n1,two\n", "line 2: could not convert string to float: 'two'"),
+            ("1,2\n3,nan\n", "line 2: NaN or infinite"),
+            ("1,2\n3,1e300\n", "NaN or infinite"),
+            ("y,label,a\n1,2,3\n", r"\['y', 'label'\] would all be the target"),
+        ],
+    )
+    def test_tables_that_cannot_be_used(self, tmp_path, text, message):
+        with pytest.raises(DataError, match=message):
+            load_data(self.save(tmp_path, text))
+
+    def test_what_is_no_text(self, tmp_path):
+        (tmp_path / "d.csv").write_bytes(b"1,\xff\xfe\n")
+        with pytest.raises(CorruptFileError, match=r"d\.csv cannot be read as a CSV file"):
+            load_data(str(tmp_path / "d.csv"))
+
+    def test_wishes_for_images_and_missing_files(self, tmp_path):
+        with pytest.raises(SettingError, match="are for images"):
+            load_data(self.save(tmp_path, "1,2\n"), size=8)
+        for name in ("gone.csv", "gone.png"):
+            with pytest.raises(DataError, match="there is no such file"):
+                load_data(str(tmp_path / name))
+
+
+class TestReadable:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for name in "abcdef":
+            write_image(tmp_path / f"{name}.png", 6, 6, 3)
+        for name in "bef":
+            (tmp_path / f"{name}.png").write_bytes(b"no image")
+        return tmp_path
+
+    def test_images_that_cannot_be_read_are_left_out_and_listed_once(self, folder):
+        data = load_data(str(folder))
+        batches = Readable(data, 2)
+        with pytest.warns(BayesifyWarning, match=r"3 of 6 images cannot be read.*b\.png.*f\.png$"):
+            found = list(batches.numbered())
+        assert [rows for rows, _ in found] == [[0], [2, 3]]
+        assert torch.equal(found[1][1][0], torch.stack([data[2][0], data[3][0]]))
+        assert [len(x) for (x,) in batches] == [1, 2]  # a second warning would be an error
+        assert batches.name(3) == str(folder / "d.png")
+
+    def test_a_slice_has_names_too(self, folder):
+        batches = Readable(load_data(f"{folder}[2:5]"), 8)
+        with pytest.warns(BayesifyWarning, match=r"1 of 3 images.*e\.png$"):
+            assert [rows for rows, _ in batches.numbered()] == [[0, 1]]
+        assert batches.name(1) == str(folder / "d.png")
+
+    def test_nothing_to_read_is_an_error(self, folder):
+        with pytest.raises(DataError, match=r"none of 2 images can be read.*e\.png"):
+            list(Readable(load_data(f"{folder}[4:]"), 8))
+
+    def test_images_of_different_sizes_beside_a_damaged_one(self, folder):
+        write_image(folder / "a.png", 5, 5, 3)
+        with pytest.raises(DataError, match="different sizes"):
+            list(Readable(load_data(str(folder)), 8))
+
+    def test_arrays_are_as_in_a_loader(self):
+        data = load_data("digits:test[:50]")
+        for ours, theirs in zip(Readable(data, 20), DataLoader(data, 20), strict=True):
+            assert all(map(torch.equal, ours, theirs))
+        assert Readable(data, 20).name(0) is None
+
+
 class TestSpec:
+    def test_one_image(self, tmp_path):
+        write_image(tmp_path / "a.JPG", 6, 5)
+        (x,) = load_data(str(tmp_path / "a.JPG"), size=4)[0]
+        assert x.shape == (3, 4, 4)
+
     def test_unknown_name(self):
         with pytest.raises(
             DataError, match=r"no data is called 'cifar11:test'.*digits, .*uci/yacht"
@@ -236,9 +337,9 @@ class TestSpec:
             load_data("cifar11:test")
 
     def test_file_of_another_kind(self, tmp_path):
-        (tmp_path / "d.csv").write_text("1,2")
-        with pytest.raises(DataError, match=r"name an \.npz file or a folder of images"):
-            load_data(str(tmp_path / "d.csv"))
+        (tmp_path / "d.txt").write_text("1,2")
+        with pytest.raises(DataError, match=r"name an \.npz or \.csv file, an image or a folder"):
+            load_data(str(tmp_path / "d.txt"))
 
     @pytest.mark.parametrize("spec", ["digits", "digits:all", "digits:train/0"])
     def test_unknown_part(self, spec):

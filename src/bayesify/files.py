@@ -12,7 +12,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,25 @@ LARGEST_JSON = 64 << 20
 LARGEST_HEADER = 64 << 20
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file, atomically."""
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[BinaryIO]:
+    """Gives an empty file to write into, which takes the place of `path` at the end, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
         with new.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file, atomically."""
+    with replaced_file(path) as file:
+        file.write(content)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Any = None) -> None:

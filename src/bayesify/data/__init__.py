@@ -3,6 +3,7 @@
 from bayesify.data.digits import split_digits
 from bayesify.data.names import BUILT_IN, load_data
 from bayesify.data.public import CIFAR10_NORMALISATION
+from bayesify.data.readable import Readable
 from bayesify.data.sets import VOID, ImageFiles, Images, Normalisation, Standardised, Texts
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "ImageFiles",
     "Images",
     "Normalisation",
+    "Readable",
     "Standardised",
     "Texts",
     "load_data",

@@ -1,7 +1,10 @@
-"""Reading users' own data: .npz files and folders of images."""
+"""Reading users' own data: .npz and .csv files, images and folders of images."""
 
+import csv
+import math
 import zipfile
 import zlib
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from bayesify.batches import TARGET_KEYS
 from bayesify.data.sets import (
     ImageFiles,
     Images,
@@ -20,7 +24,7 @@ from bayesify.data.sets import (
 )
 from bayesify.errors import CorruptFileError, DataError, SettingError
 
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 # What numpy and zipfile raise for one damaged byte or another.
 _DAMAGED = (
@@ -101,6 +105,78 @@ def _labels(y: np.ndarray[Any, Any], count: int, path: Path) -> Tensor:
     return _floats(y, "y", path)
 
 
+def read_csv(path: Path) -> Items:
+    """Read a table of numbers: a row an example, a column a number the network takes.
+
+    If a heading is `y`, `label` or `target`, that column is the target: classes if all its numbers
+    are written as whole ones. Without headings all columns are inputs.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return _table(csv.reader(file), path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise CorruptFileError(
+            f"{path} cannot be read as a CSV file ({error}): write it again, in UTF-8."
+        ) from error
+
+
+def _table(lines: Any, path: Path) -> Items:
+    place, width, whole = None, 0, True
+    inputs, targets = array("f"), array("d")
+    for line in lines:
+        if not line:
+            continue
+        if not width:
+            width = len(line)
+            if any(cell.strip() and not _is_number(cell) for cell in line):
+                place = _target_column(line, path)
+                continue
+        row = _numbers(line, width, f"{path}, line {lines.line_num}")
+        if place is not None:
+            whole &= line[place].strip().lstrip("+-").isdecimal()
+            targets.append(row.pop(place))
+        inputs.extend(row)
+    columns = width - (place is not None)
+    if not inputs:
+        raise DataError(f"{path} has no numbers to predict from: a line an example is wanted.")
+    x = _floats(np.frombuffer(inputs, np.float32).reshape(-1, columns), "x", path)
+    if place is None:
+        return TensorDataset(x)
+    y = torch.tensor(targets, dtype=torch.float64)
+    return TensorDataset(x, y.long() if whole else y.float())
+
+
+def _numbers(line: list[str], width: int, where: str) -> list[float]:
+    if len(line) != width:
+        raise DataError(
+            f"{where}: {len(line)} columns where the first line has {width}: write as many."
+        )
+    try:
+        row = [float(cell) for cell in line]
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; write a number, or drop the line.") from None
+    if not all(map(math.isfinite, row)):
+        raise DataError(f"{where}: NaN or infinite numbers: clean or drop the line.")
+    return row
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _target_column(headings: list[str], path: Path) -> int | None:
+    found = [i for i, heading in enumerate(headings) if heading.strip().lower() in TARGET_KEYS]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: the columns {[headings[i] for i in found]} would all be the target: keep one."
+        )
+    return found[0] if found else None
+
+
 def read_folder(folder: Path, normalise: Normalisation | None, size: int | None) -> Items:
     """Read `folder/<class>/*.png` with labels, or `folder/*.png` without; jpg, webp and bmp too.
 
@@ -119,7 +195,7 @@ def read_folder(folder: Path, normalise: Normalisation | None, size: int | None)
     if flat or not any(by_class):
         found = "images beside folders" if flat else "no images"
         raise DataError(
-            f"{folder} has {found}: put images ({', '.join(sorted(_SUFFIXES))}) into one folder a "
+            f"{folder} has {found}: put images ({', '.join(sorted(SUFFIXES))}) into one folder a "
             "class, or all into this one if there are no labels."
         )
     if empty := [name for name, files in zip(classes, by_class, strict=True) if not files]:
@@ -130,4 +206,4 @@ def read_folder(folder: Path, normalise: Normalisation | None, size: int | None)
 
 
 def _images_of(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and p.is_file())
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())

@@ -9,8 +9,8 @@ from typing import cast
 
 from bayesify.data import public
 from bayesify.data.digits import PARTS, read_digits, read_not_digits
-from bayesify.data.files import read_folder, read_npz
-from bayesify.data.sets import Items, Normalisation, Part
+from bayesify.data.files import SUFFIXES, read_csv, read_folder, read_npz
+from bayesify.data.sets import ImageFiles, Items, Normalisation, Part
 from bayesify.errors import DataError, SettingError
 
 _Read = Callable[[str, Normalisation | None, int | None], Items]
@@ -69,13 +69,13 @@ def load_data(
     A spec may end in a slice, as in `cifar10:test[:2000]`.
 
     Args:
-        spec: `file.npz` or `file.npz:part` (see `read_npz`), a folder of images (see
-            `read_folder`), or a built-in name: `digits:train`, `:validation` and `:test`,
-            `digits-rotated`, `digits-noise`, `digits-photos`; and, from the folder that
-            BAYESIFY_DATA names, `cifar10:train` and `:test`, `svhn`, `cifar100`, `textures`,
-            `fashion-mnist:train` and `:test`, `notmnist`, `imagenet-sample`, `faces`,
-            `camvid:train`, `:val` and `:test`, `uci/yacht:train/0` (split 0), `clinc150:train`,
-            `:val`, `:test`, `:oos_train`, `:oos_val` and `:oos_test`.
+        spec: `file.npz` or `file.npz:part` (see `read_npz`), `file.csv` (see `read_csv`), an
+            image, a folder of images (see `read_folder`), or a built-in name: `digits:train`,
+            `:validation` and `:test`, `digits-rotated`, `digits-noise`, `digits-photos`; and,
+            from the folder that BAYESIFY_DATA names, `cifar10:train` and `:test`, `svhn`,
+            `cifar100`, `textures`, `fashion-mnist:train` and `:test`, `notmnist`,
+            `imagenet-sample`, `faces`, `camvid:train`, `:val` and `:test`, `uci/yacht:train/0`
+            (split 0), `clinc150:train`, `:val`, `:test`, `:oos_train`, `:oos_val` and `:oos_test`.
         normalise: `(mean, std)` of each channel, in units of [0, 1]; images only.
         size: Side to which image files are cut and resized.
 
@@ -124,11 +124,20 @@ def _load(name: str, normalise: Normalisation | None, size: int | None) -> Items
         if not Path(file).is_file():
             raise DataError(f"{file}: there is no such file; check the path.")
         return read_npz(Path(file), part, normalise)
-    if Path(name).is_dir():
-        return read_folder(Path(name), normalise, size)
+    path = Path(name)
+    if path.is_dir():
+        return read_folder(path, normalise, size)
+    if path.suffix.lower() in (".csv", *SUFFIXES) and not path.is_file():
+        raise DataError(f"{name}: there is no such file; check the path.")
+    if path.suffix.lower() in SUFFIXES:
+        return ImageFiles([path], normalise=normalise, size=size)
+    if path.suffix.lower() == ".csv":
+        if normalise is not None or size is not None:
+            raise SettingError(f"normalise= and size= are for images, and {name} has none.")
+        return read_csv(path)
     raise DataError(
-        f"no data is called {name!r}: name an .npz file or a folder of images that exists, or one "
-        f"of {', '.join(BUILT_IN)}."
+        f"no data is called {name!r}: name an .npz or .csv file, an image or a folder of images "
+        f"that exists, or one of {', '.join(BUILT_IN)}."
     )
 
 
