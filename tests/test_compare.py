@@ -41,6 +41,7 @@ MEASURES = [
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few resamples, and a page that tests of its own look at."""
     monkeypatch.setattr(bootstrap.resample, "__kwdefaults__", {"seed": 0, "resamples": 100})
+    monkeypatch.setattr(trials, "TIMED_SECONDS", 0.0)
     monkeypatch.setattr(page, "write_report", lambda results, path: path.write_text("<!doctype"))
 
 
