@@ -29,7 +29,7 @@ ORDER = [
     "evaluation.landscape", "evaluation.plots", "evaluation.panels", "evaluation.contract",
     "evaluation.verdict", "evaluation.page",
     "evaluation.answers", "evaluation.comparison",
-    "io", "identity", "trials", "compare", "zoo", "data", "demo", "cli",
+    "io", "identity", "trials", "compare", "zoo", "data", "table", "demo", "cli",
 ]  # fmt: skip
 
 

@@ -3,8 +3,7 @@
 Heavy libraries are imported inside the commands, so that asking for help is quick.
 """
 
-import csv
-import io
+import codecs
 import shlex
 import sys
 import traceback
@@ -12,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -28,25 +28,29 @@ from bayesify.errors import BayesifyError, BayesifyWarning, SettingError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from bayesify.data import Normalisation
+    from bayesify.data import Normalisation, Readable
     from bayesify.evaluation.report import Report
     from bayesify.methods import Method
     from bayesify.plan import Plan
-    from bayesify.prediction import Prediction
+    from bayesify.table import PredictionTable
 
 MODELS = (
     "A network: digits, cifar10-resnet20, cifar10-resnet56; or one of yours: path/to/file.py:build "
     "or package.module:build, where build() returns it."
 )
 DATA = (
-    "Data: file.npz (arrays x and y), file.npz:train (x_train and y_train), a folder of images "
-    "with one folder a class, or a name such as digits:test. May end in a slice: digits:test[:100]."
+    "Data: file.npz (arrays x and y), file.npz:train (x_train and y_train), file.csv (numbers, the "
+    "target's column headed y), a folder of images with one folder a class, or a name such as "
+    "digits:test. May end in a slice: digits:test[:100]."
 )
 TITLES = {
     "accuracy": "accuracy ↑",
     "nll": "NLL ↓",
     "ece": "ECE ↓",
+    "adaptive_ece": "adaptive ECE ↓",
     "brier": "Brier ↓",
+    "aurc": "AURC ↓",
+    "mistakes_auroc": "AUROC of mistakes ↑",
     "rmse": "RMSE ↓",
 }
 OOD_TITLES = {"auroc": "AUROC ↑", "aupr": "AUPR ↑", "fpr95": "FPR95 ↓"}
@@ -84,7 +88,7 @@ app = typer.Typer(
     "'digits:validation[135:]' --set lr=3e-4 --output digits-abnn\n\n"
     "bayesify evaluate digits-abnn digits digits:test --ood digits-photos\n\n"
     "bayesify predict digits-abnn digits digits:test --output predictions.csv\n\n"
-    "Exit codes: 0 done, 1 an error, 2 wrong usage, 130 interrupted.",
+    "Exit codes: 0 done, warnings or not, 1 an error, 2 wrong usage, 130 interrupted.",
 )
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS)]
@@ -153,12 +157,12 @@ def _bayesify(
 @app.command()
 def demo(
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="Folder for results and pictures.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for report and results.")] = Path(
         "bayesify-demo"
     ),
     progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
 ) -> None:
-    """Make a small digits network Bayesian and show what it is worth, in under a minute."""
+    """Make a small digits network Bayesian in three ways, and report, in under two minutes."""
     from bayesify.demo import run
 
     run(output, seed, Console(), progress=progress)
@@ -318,11 +322,16 @@ def evaluate(
     batch_size: BatchSize = 256,
     normalise: Normalise = None,
     size: Size = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--json", metavar="FILE", help="Write the numbers here, as JSON."),
     ] = None,
 ) -> None:
-    """Measure accuracy, calibration and the detection of other data, beside the network itself."""
+    """Measure accuracy, calibration and the detection of other data, beside the network itself.
+
+    AURC is the mean share of mistakes over all shares of answers, the surest first; AUROC of
+    mistakes is the chance that a wrong answer is more uncertain than a right one.
+    """
     from bayesify.files import write_json
     from bayesify.io import load
     from bayesify.methods import ABNN
@@ -332,17 +341,17 @@ def evaluate(
     network = load_model(model, weights=weights)
     bnn = load(folder, network)
     plain = convert(network, ABNN(members=1, draws=1, noise=0.0), likelihood=bnn.likelihood)
-    loader = _loader(data, batch_size, normalise, size)
+    loader = _readable(data, batch_size, normalise, size)
     others: dict[str, Iterable[Any]] = {
-        name: _loader(spec, batch_size, normalise, size) for name, spec in _named(ood or [])
+        name: _readable(spec, batch_size, normalise, size) for name, spec in _named(ood or [])
     }
     reports = {
         "network": plain.evaluate(loader, ood=others, seed=seed),
         type(bnn.method).__name__: bnn.evaluate(loader, ood=others, draws=draws, seed=seed),
     }
     _print_reports(reports)
-    if json_file is not None:
-        write_json(json_file, {name: report.to_dict() for name, report in reports.items()})
+    if output is not None:
+        write_json(output, {name: report.to_dict() for name, report in reports.items()})
 
 
 @app.command(
@@ -445,14 +454,50 @@ def compare(
     typer.echo(f"wrote {', '.join(files)} and a folder for each method to {output}")
 
 
-@app.command(epilog="Example: bayesify predict digits-abnn digits digits:test --output out.csv")
+@app.command(
+    epilog="Example: bayesify predict digits-abnn digits digits:test --output out.csv "
+    "--target-risk 0.01 --validation digits:validation"
+)
 def predict(
     folder: Folder,
     model: Model,
-    data: Data,
+    data: Annotated[
+        list[str],
+        typer.Argument(metavar="DATA", help=f"{DATA} Images by name too: a.png b.png."),
+    ],
     weights: Weights = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A CSV file; standard output otherwise.")
+        str,
+        typer.Option(metavar="FILE", help=".csv, or .jsonl for JSON lines; - prints a CSV."),
+    ] = "-",
+    abstain_above: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="T", help="Give no answer where entropy (regression: std) is above T."
+        ),
+    ] = None,
+    target_risk: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="R",
+            help="Choose T so that at most this share of the answers on --validation is wrong.",
+        ),
+    ] = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="With labels, for --target-risk. Data not yet used."),
+    ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="C",
+            help="How surely --target-risk must hold on new data: 0.95. It costs answers; without "
+            "it the risk is as likely as not to be a little above.",
+        ),
     ] = None,
     draws: Draws = None,
     seed: Seed = 0,
@@ -460,22 +505,42 @@ def predict(
     normalise: Normalise = None,
     size: Size = None,
 ) -> None:
-    """Predict into a CSV: label, confidence, uncertainties in nats, and every class's probability.
+    """Predict into a table: label, confidence, uncertainties in nats, every class's probability.
 
-    entropy = aleatoric + epistemic: the doubt that lies in the data, and the network's own.
+    entropy = aleatoric + epistemic: the doubt that lies in the data, and the network's own. Rows
+    are written as they come; images that cannot be read are left out, and listed at the end.
     """
-    from bayesify.files import write_bytes
+    from bayesify.data import Readable, load_inputs
+    from bayesify.files import replaced_file
     from bayesify.io import load
+    from bayesify.table import WRITERS, PredictionTable
     from bayesify.zoo import load_model
 
+    write = WRITERS.get(".csv" if output == "-" else Path(output).suffix.lower())
+    if write is None:
+        raise typer.BadParameter(
+            f"{output!r}: name it .csv, or .jsonl for JSON lines.", param_hint="--output"
+        )
+    _check_abstention(abstain_above, target_risk, validation, confidence)
     bnn = load(folder, load_model(model, weights=weights))
-    loader = _loader(data, batch_size, normalise, size)
-    text = _csv(bnn.predict(loader, draws=draws, seed=seed))
-    if output is None:
-        sys.stdout.write(text)
+    found = load_inputs(data, normalise=_normalisation(normalise), size=size)
+    table = PredictionTable(bnn, abstain_above, draws, seed)
+    if target_risk is not None and validation is not None:
+        labelled = _readable(validation, batch_size, normalise, size)
+        _choose_threshold(table, labelled, target_risk, confidence)
+    rows = chain.from_iterable(
+        table.rows(Readable(items, batch_size), name if len(data) > 1 else None)
+        for name, items in found
+    )
+    if output == "-":
+        write(rows, sys.stdout)
     else:
-        write_bytes(output, text.encode())
+        with replaced_file(Path(output)) as file:
+            write(rows, codecs.getwriter("utf-8")(file))
         typer.echo(f"wrote {output}")
+    if table.threshold is not None:
+        answered = table.examples - table.abstained
+        _say(f"answered {answered:,} of {table.examples:,}, abstained from {table.abstained:,}")
 
 
 @app.command(epilog="Example: bayesify report results.json --output report.html")
@@ -594,6 +659,47 @@ def _loader(
     return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
 
 
+def _readable(spec: str, batch_size: int, normalise: str | None, size: int | None) -> "Readable":
+    """Batches in order, without images that cannot be read."""
+    from bayesify.data import Readable, load_data
+
+    return Readable(load_data(spec, normalise=_normalisation(normalise), size=size), batch_size)
+
+
+def _check_abstention(
+    threshold: float | None, risk: float | None, validation: str | None, confidence: float | None
+) -> None:
+    """Stops wrong combinations of the options that make `predict` abstain."""
+    if threshold is not None and risk is not None:
+        raise typer.BadParameter(
+            "give it, or --target-risk to choose it, not both.", param_hint="--abstain-above"
+        )
+    if (risk is None) != (validation is None):
+        raise typer.BadParameter(
+            "--target-risk and --validation go together: a risk, and labelled data to measure it.",
+            param_hint="--target-risk",
+        )
+    if confidence is not None and risk is None:
+        raise typer.BadParameter("it is about --target-risk.", param_hint="--confidence")
+
+
+def _choose_threshold(
+    table: "PredictionTable", labelled: "Readable", risk: float, confidence: float | None
+) -> None:
+    """Makes predictions abstain so that they keep to a risk, and says what that costs."""
+    from bayesify.table import learn_threshold
+
+    chosen = learn_threshold(
+        table.model, labelled, risk, confidence=confidence, draws=table.draws, seed=table.seed
+    )
+    table.threshold = chosen.value
+    bound = "" if chosen.bound is None else f" (on new data at most {chosen.bound:.2%})"
+    _say(
+        f"abstaining above {chosen.value!r} nats: of the validation data that answers "
+        f"{chosen.coverage:.1%}, and {chosen.risk:.2%} of the answers are wrong{bound}"
+    )
+
+
 def _first(loader: "DataLoader[Any]") -> Any:
     return next(iter(loader))[0]
 
@@ -663,21 +769,13 @@ def _print_reports(reports: "Mapping[str, Report]") -> None:
     for name in reports:
         table.add_column(escape(name), justify="right")
     for measure, title in TITLES.items():
-        if getattr(first, measure) is not None:
-            values = (f"{getattr(report, measure):.4f}" for report in reports.values())
-            table.add_row(title, *values)
+        numbers = [getattr(report, measure) for report in reports.values()]
+        if any(number is not None for number in numbers):
+            table.add_row(
+                title, *("-" if number is None else f"{number:.4f}" for number in numbers)
+            )
     for other in first.ood:
         for measure, title in OOD_TITLES.items():
             values = (f"{getattr(report.ood[other], measure):.4f}" for report in reports.values())
             table.add_row(f"{escape(other)}: {title}", *values)
     Console().print(table)
-
-
-def _csv(prediction: "Prediction") -> str:
-    columns = prediction.columns()
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for row in zip(*(values.tolist() for values in columns.values()), strict=True):
-        writer.writerow(f"{value:.6g}" if isinstance(value, float) else value for value in row)
-    return text.getvalue()

@@ -1,7 +1,7 @@
 """Data by name, for the command line: users' files, what scikit-learn ships, and public sets."""
 
 from bayesify.data.digits import split_digits
-from bayesify.data.names import BUILT_IN, load_data
+from bayesify.data.names import BUILT_IN, load_data, load_inputs
 from bayesify.data.public import CIFAR10_NORMALISATION
 from bayesify.data.readable import Readable
 from bayesify.data.sets import VOID, ImageFiles, Images, Normalisation, Standardised, Texts
@@ -17,5 +17,6 @@ __all__ = [
     "Standardised",
     "Texts",
     "load_data",
+    "load_inputs",
     "split_digits",
 ]

@@ -1,9 +1,10 @@
 """From a data set's name to the data set."""
 
 import re
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -98,6 +99,25 @@ def load_data(
     if not indices:
         raise DataError(f"{spec} is empty: {name} has {count} examples.")
     return Part(data, indices)
+
+
+def load_inputs(
+    specs: Iterable[str], *, normalise: Normalisation | None = None, size: int | None = None
+) -> list[tuple[str, Items]]:
+    """Return several data sets by name, image files that follow one another as one of them.
+
+    These are for predictions: joined images have no labels.
+    """
+    loaded = [(spec, load_data(spec, normalise=normalise, size=size)) for spec in specs]
+    found: list[tuple[str, Items]] = []
+    for _, neighbours in groupby(loaded, lambda pair: isinstance(pair[1], ImageFiles)):
+        group = list(neighbours)
+        images = [data for _, data in group if isinstance(data, ImageFiles)]
+        if len(images) > 1:
+            files = [file for data in images for file in data.files]
+            group = [(group[0][0], ImageFiles(files, normalise=normalise, size=size))]
+        found += group
+    return found
 
 
 def _split_slice(spec: str) -> tuple[str, slice | None]:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from bayesify.batches import labelled
 from bayesify.errors import SettingError
-from bayesify.evaluation.calibration import calibration_error
+from bayesify.evaluation.calibration import adaptive_calibration_error, calibration_error
 from bayesify.evaluation.classification import brier
-from bayesify.evaluation.detection import Detection, detect
+from bayesify.evaluation.detection import Detection, auroc, detect
+from bayesify.evaluation.selective import aurc
 from bayesify.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -22,13 +23,20 @@ SCORES = ("uncertainty", "aleatoric", "epistemic", "confidence")
 
 @dataclass(frozen=True)
 class Report:
-    """Measures on a test set; those that a likelihood does not have are None."""
+    """Measures on a test set; those that a likelihood does not have are None.
+
+    AURC and the detection of mistakes are by total uncertainty. Where all answers are right, or all
+    wrong, there is nothing to detect, and it is None too.
+    """
 
     examples: int
     nll: float
     accuracy: float | None = None
     ece: float | None = None
+    adaptive_ece: float | None = None
     brier: float | None = None
+    aurc: float | None = None
+    mistakes_auroc: float | None = None
     rmse: float | None = None
     ood: Mapping[str, Detection] = field(default_factory=dict)
 
@@ -37,13 +45,13 @@ class Report:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
-        lines = [f"{'examples':<12}{self.examples}"]
-        for name in ("accuracy", "nll", "ece", "brier", "rmse"):
-            if (value := getattr(self, name)) is not None:
-                lines.append(f"{name:<12}{value:.4f}")
+        lines = [f"{'examples':<16}{self.examples}"]
+        for name, value in asdict(self).items():
+            if isinstance(value, float):
+                lines.append(f"{name:<16}{value:.4f}")
         for name, found in self.ood.items():
             lines.append(
-                f"{name:<12}AUROC {found.auroc:.4f}  AUPR {found.aupr:.4f}  FPR95 {found.fpr95:.4f}"
+                f"{name:<16}AUROC {found.auroc:.4f}  AUPR {found.aupr:.4f}  FPR95 {found.fpr95:.4f}"
             )
         return "\n".join(lines)
 
@@ -95,6 +103,7 @@ def measure(model: "BayesianModel", prediction: Prediction, target: Any) -> dict
         "correct": correct[counted],
         "confidence": prediction.confidence[counted],
         "brier": gap[counted],
+        "doubt": prediction.uncertainty[counted],
     }
 
 
@@ -103,12 +112,17 @@ def summarise(columns: Mapping[str, Tensor], examples: int, ood: Mapping[str, De
     nll = columns["nll"].double().mean().item()
     if "square" in columns:
         return Report(examples, nll, rmse=columns["square"].mean().sqrt().item(), ood=ood)
+    correct, confidence, doubt = (columns[name] for name in ("correct", "confidence", "doubt"))
+    telling = correct.any() and not correct.all()
     return Report(
         examples,
         nll,
-        accuracy=columns["correct"].double().mean().item(),
-        ece=calibration_error(columns["confidence"], columns["correct"]),
+        accuracy=correct.double().mean().item(),
+        ece=calibration_error(confidence, correct),
+        adaptive_ece=adaptive_calibration_error(confidence, correct),
         brier=columns["brier"].double().mean().item(),
+        aurc=aurc(doubt, correct),
+        mistakes_auroc=auroc(doubt[correct], doubt[~correct]) if telling else None,
         ood=ood,
     )
 
