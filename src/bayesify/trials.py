@@ -4,6 +4,7 @@ What was fitted and what was measured are kept under a hash of all they depend o
 is done again until something of that changes.
 """
 
+import math
 import statistics
 import time
 import warnings
@@ -274,7 +275,8 @@ class Trials:
 
         test = ask(self.test, targets=True)
         ood = {name: ask(other, targets=False) for name, other in self.ood.items()}
-        strange = [shown for one in ood.values() for shown in one.pictures.get(STRANGEST, [])]
+        each = math.ceil(answers.SHOWN / max(1, len(ood)))  # some of every set
+        strange = [x for one in ood.values() for x in one.pictures.get(STRANGEST, [])[:each]]
         strange.sort(key=lambda shown: -shown["entropy"])
         examples = {**test.pictures, STRANGEST: strange[: answers.SHOWN]}
         told = {

@@ -37,11 +37,11 @@ COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
 NOT_SHOWN = ("accuracy_at_80", "accuracy_at_95", "aupr")  # in a table that is long enough
 MARKS = {True: "▲", False: "▼", None: "≈"}
 LEGEND = (
-    "▲ better and ▼ worse than {}, ≈ no different within noise. Below a value: its 95 % interval, "
-    "by the bootstrap over examples.\n"
+    "▲ better and ▼ worse than {}, ≈ no different within noise.{}\n"
     "Arrows: which way is better. Time and memory: of one prediction of one batch. More measures: "
     "results.csv."
 )
+INTERVALS = " Below a value: its 95 % interval, by the bootstrap over examples."
 WIDTH = 24  # of a column in a text that no terminal sets a width for
 
 
@@ -63,21 +63,27 @@ class Comparison:
         found: Mapping[str, Any] = self.results["methods"]
         return found
 
-    def table(self) -> "Table":
-        """A rich table, a column a method: how good it is, with intervals, and what it costs."""
+    def table(self, *, intervals: bool = True) -> "Table":
+        """A rich table, a column a method: how good it is, and what it costs.
+
+        Args:
+            intervals: Whether to show the 95 % interval below each value, which takes room.
+        """
         from rich.markup import escape
         from rich.table import Table
 
         test, baseline = self.results["data"]["test"], self.results["baseline"]
         table = Table(
             title=f"{escape(test['name'])}: {test['examples']:,} examples",
-            caption=LEGEND.format(escape(self.methods[baseline]["title"])),
+            caption=LEGEND.format(
+                escape(self.methods[baseline]["title"]), INTERVALS if intervals else ""
+            ),
         )
         table.add_column("")
         for method in self.methods.values():
             table.add_column(escape(method["title"]), justify="right")
         for title, cells in self._measures():
-            shown = (_cell(cell, name == baseline) for name, cell in cells.items())
+            shown = (_cell(cell, name == baseline, intervals) for name, cell in cells.items())
             table.add_row(escape(title), *shown)
         table.add_section()
         for cost, (title, show) in COSTS.items():
@@ -147,9 +153,9 @@ def _is_shown(measure: str) -> bool:
     return measure not in NOT_SHOWN
 
 
-def _cell(cell: Mapping[str, Any], is_baseline: bool) -> str:
+def _cell(cell: Mapping[str, Any], is_baseline: bool, intervals: bool) -> str:
     value, low, high = (f"{cell[name]:.4f}" for name in ("value", "low", "high"))
     mark = "" if is_baseline else f" {MARKS[cell['better']]}"
     style = {True: "green", False: "red", None: "dim"}[cell["better"]]
     shown = f"{value}{mark}" if is_baseline else f"[{style}]{value}{mark}[/]"
-    return f"{shown}\n[dim]{low} to {high}[/]"
+    return f"{shown}\n[dim]{low} to {high}[/]" if intervals else shown

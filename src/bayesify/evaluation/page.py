@@ -33,6 +33,7 @@ HEADINGS = {
     "fpr95": ("FPR95", "↓", "share of the test set flagged when 95 % of other data is"),
 }
 HEADLINE = ("accuracy", "nll", "ece", "brier", "aurc", "rmse", "crps", "auroc")
+VISIBLE = 0.005  # nats that a tile, with two decimals, does not show as zero
 SMALL = ("ece", "adaptive_ece", "classwise_ece", "aurc")  # shown to four decimals
 COSTS = {
     "fit_seconds": ("fit", "time to fit and calibrate"),
@@ -345,7 +346,7 @@ def _doubter(results: Mapping[str, Any], beside: str | None) -> str | None:
     names = [beside, *results["methods"]] if beside else list(results["methods"])
     for name in names:
         tiles = results["methods"][name]["examples"].get("most_epistemic", [])
-        if any((tile["epistemic"] or 0) > 1e-4 for tile in tiles):
+        if any((tile["epistemic"] or 0) > VISIBLE for tile in tiles):
             return name
     return None
 
