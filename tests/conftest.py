@@ -1,6 +1,7 @@
 """What all tests share: small networks of every kind, made and not trained."""
 
 import copy
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 # A shared machine stalls now and then: time limits are pytest's.
 settings.register_profile("bayesify", deadline=None)
 settings.load_profile("bayesify")
+
+
+def heed_interrupts() -> None:
+    """For `Popen(preexec_fn=)`: shells start background jobs deaf to Ctrl-C, tests included."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

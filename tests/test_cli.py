@@ -20,6 +20,7 @@ from bayesify.cli import app
 from bayesify.errors import BayesifyError
 from bayesify.model import BayesianModel
 from bayesify.zoo import load_model
+from conftest import heed_interrupts
 
 NETWORK = """
 import torch
@@ -48,6 +49,7 @@ def start(*arguments: object) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,  # noqa: PLW1509
     )
 
 

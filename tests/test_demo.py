@@ -22,6 +22,7 @@ from bayesify.data import load_data
 from bayesify.evaluation.comparison import Comparison
 from bayesify.evaluation.verdict import judge
 from bayesify.zoo import load_model
+from conftest import heed_interrupts
 
 METHODS = {"map", "temperature", "abnn", "bayes-adapter", "ibnn"}
 FILES = {"report.html", "results.json", "results.csv", "gallery.png"}
@@ -144,6 +145,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_half_written_file(tmp_path: Path) ->
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,  # noqa: PLW1509
     )
     try:
         until = time.monotonic() + 60

@@ -83,8 +83,8 @@ def find_norms(network: nn.Module) -> tuple[list[Site], list[Skipped]]:
 
     Example:
         >>> sites, skipped = find_norms(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
-        >>> sites
-        [Site(name='1.weight', shape=(3,), kind='LayerNorm', offset=0.0, shifts=('1.bias',))]
+        >>> [(site.name, site.kind, site.shifts) for site in sites]
+        [('1.weight', 'LayerNorm', ('1.bias',))]
     """
     first_name = {place: group[0] for group in slots(network).values() for place in group}
     sites: dict[str, Site] = {}
