@@ -7,9 +7,10 @@ The second study of the iBNN paper (https://arxiv.org/abs/2010.13498, section 3.
 Fits the runs (method, width, seed) that are missing in benchmarks/results/lenet_width.json and
 writes each when it is done, then K = 8 components around U at 1 x, and draws
 docs/images/lenet_width.png and docs/images/ibnn_components.png from that file. All of it takes
-about 25 minutes on one thread, so it trains for little: 12,800 images, 4 epochs, alike for all.
---tune compares settings at 1 x and 4 x instead, on training images alone: iBNN's were chosen by the
-NLL of 2,000 training images that are not fitted, VI's by its own objective.
+perhaps 25 minutes on one thread, so it trains for little: 12,800 images, 4 epochs, alike for all.
+--tune compares settings at 1 x and 4 x instead, on training images alone: iBNN's are to be chosen
+by the NLL of 2,000 training images that are not fitted, VI's by its own objective. Neither that nor
+the runs have been done yet: METHODS holds provisional settings. Delete the results if they change.
 """
 
 import argparse
