@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=50_000, help="training images to fit on")
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--checkpoint", type=Path, help="file to resume the fit from")
     parser.add_argument("--augment", default="crop-flip", choices=("crop-flip", "strong"))
     parser.add_argument("--pgd", type=int, default=0, help="test images to attack")
     arguments = parser.parse_args()
@@ -80,7 +81,7 @@ def main() -> None:
         augment=arguments.augment,
         seed=seed,
         normalisation=CIFAR10_NORMALISATION,
-        checkpoint=Path("/tmp") / f"bayesify-{name}-{seed}.safetensors",  # noqa: S108
+        checkpoint=arguments.checkpoint,
     )
     results: dict[str, Any] = {
         "command": command,

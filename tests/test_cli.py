@@ -89,6 +89,23 @@ def fitted(home: Path) -> Path:
     return home / "bnn"
 
 
+def test_a_network_without_normalisation_layers(home: Path) -> None:
+    (home / "plain.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))\n"
+    )
+    common = ("fit", "plain.py:build", "data.npz:train", "--validation", "data.npz:validation")
+    result = call(*common, "--no-progress", "--output", "bnn")
+    assert result.exit_code == 1
+    assert "BayesAdapter" in result.stderr, "the error names methods that go"
+    result = call(*common, "--method", "bayes-adapter", "--no-progress", "--output", "bnn")
+    assert result.exit_code == 0, result.output
+    result = call("evaluate", "bnn", "plain.py:build", "data.npz:test")
+    assert result.exit_code == 0, result.output
+    assert "network" in result.output
+
+
 def test_version_and_help_end_with_0() -> None:
     result = call("--version")
     assert (result.exit_code, result.output) == (0, f"bayesify {bayesify.__version__}\n")
@@ -131,7 +148,7 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], home: Path) -> None
         (("plan", "digits", "--where", "layer9.*"), "layer9.*"),
         (("plan", "digits", "--weights", "absent.safetensors"), "there is no such file"),
         (("fit", "digits", "absent.npz", "--output", "x"), "absent.npz"),
-        (("fit", "digits", "digits:train", "--output", "net.py"), "--output net.py: it exists"),
+        (("fit", "digits", "digits:train", "--output", "net.py"), "net.py exists"),
         (
             ("fit", "digits", "digits:train", "--output", "x", "--normalise", "0.5"),
             "--normalise '0.5': write cifar10",

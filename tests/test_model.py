@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
-from bayesify import ABNN, DataError, NonFiniteError, SettingError
+from bayesify import ABNN, IBNN, DataError, NonFiniteError, SettingError
 
 
 def test_forward_is_differentiable(cnn: nn.Module, images: Tensor) -> None:
@@ -68,6 +68,17 @@ def test_sample_is_an_ordinary_network(cnn: nn.Module, images: Tensor) -> None:
         torch.testing.assert_close(network(images).softmax(1), kept[index])
     bnn.noise = 0.0
     assert torch.equal(bnn.sample(0)(images), cnn(images))
+
+
+@pytest.mark.parametrize("method", [ABNN(noise=0.2), IBNN(mean_std=0.3)], ids=["ABNN", "IBNN"])
+def test_a_samples_state_holds_its_whole_draw(
+    method: bayesify.Method, cnn: nn.Module, images: Tensor
+) -> None:
+    bnn = bayesify.convert(cnn, method)
+    one, other = bnn.sample(seed=1), bnn.sample(seed=2)
+    assert not torch.equal(one(images), other(images))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(images), other(images))
 
 
 def test_predict_takes_what_users_have(cnn: nn.Module, images: Tensor) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import chain
+from math import prod
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -43,17 +44,9 @@ DATA = (
     "target's column headed y), a folder of images with one folder a class, or a name such as "
     "digits:test. May end in a slice: digits:test[:100]."
 )
-TITLES = {
-    "accuracy": "accuracy ↑",
-    "nll": "NLL ↓",
-    "ece": "ECE ↓",
-    "adaptive_ece": "adaptive ECE ↓",
-    "brier": "Brier ↓",
-    "aurc": "AURC ↓",
-    "mistakes_auroc": "AUROC of mistakes ↑",
-    "rmse": "RMSE ↓",
-}
-OOD_TITLES = {"auroc": "AUROC ↑", "aupr": "AUPR ↑", "fpr95": "FPR95 ↓"}
+REPORTED = (
+    "accuracy", "nll", "ece", "adaptive_ece", "brier", "aurc", "mistakes_auroc", "rmse",
+)  # fmt: skip
 
 
 class _Commands(TyperGroup):
@@ -117,6 +110,25 @@ Where = Annotated[
     typer.Option(metavar="GLOB", help="Only sites whose name matches: 'layer3.*'. Repeatable."),
 ]
 Last = Annotated[int | None, typer.Option(metavar="K", help="Only the last K sites.")]
+Validation = Annotated[
+    str | None,
+    typer.Option(metavar="DATA", help="Decides what is kept; split off the data otherwise."),
+]
+Calibration = Annotated[
+    str | None,
+    typer.Option(metavar="DATA", help="Chooses noise and temperature. Data not yet used."),
+]
+OtherData = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]DATA",
+        help="Data of another kind, which doubt should tell apart. Repeatable.",
+    ),
+]
+Likelihood = Annotated[str, typer.Option(help="classification, binary, multilabel or regression.")]
+Epochs = Annotated[int, typer.Option(min=1, help="Passes over the data.")]
+Augment = Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")]
+Progress = Annotated[bool, typer.Option(help="Show progress.")]
 Normalise = Annotated[
     str | None,
     typer.Option(
@@ -160,7 +172,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for report and results.")] = Path(
         "bayesify-demo"
     ),
-    progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
+    progress: Progress = True,
 ) -> None:
     """Make a small digits network Bayesian in three ways, and report, in under two minutes."""
     from bayesify.demo import run
@@ -208,24 +220,16 @@ def fit(
     data: Data,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to save the result.")],
     weights: Weights = None,
-    validation: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="Decides what is kept; split off the data otherwise."),
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="Chooses noise and temperature. Data not yet used."),
-    ] = None,
+    validation: Validation = None,
+    calibration: Calibration = None,
     method: MethodName = "abnn",
     settings: Settings = None,
     where: Where = None,
     last: Last = None,
-    likelihood: Annotated[
-        str, typer.Option(help="classification, binary, multilabel or regression.")
-    ] = "classification",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    likelihood: Likelihood = "classification",
+    epochs: Epochs = 1,
     batch_size: BatchSize = 64,
-    augment: Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")] = None,
+    augment: Augment = None,
     ood: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="Other data to learn doubt from: bayes-adapter only."),
@@ -244,18 +248,19 @@ def fit(
             "interruption the same command goes on from there; it is deleted at the end.",
         ),
     ] = None,
-    progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
+    progress: Progress = True,
     precision: Annotated[str | None, typer.Option(help="bf16 or fp16: mixed precision.")] = None,
 ) -> None:
     """Make a network Bayesian: convert, fit, calibrate and save it.
 
     A run that was killed goes on where it was if you run the same command again.
     """
+    from bayesify.io import require_free
     from bayesify.model import convert
     from bayesify.zoo import load_model
 
     chosen = _where(where, last)
-    _require_destination(output)
+    require_free(output)  # before training, not after it
     loader = _loader(data, batch_size, normalise, size, shuffle=True)
     held = None if validation is None else _loader(validation, batch_size, normalise, size)
     # Read before training, so that a wrong name does not cost a night.
@@ -310,13 +315,7 @@ def evaluate(
     model: Model,
     data: Data,
     weights: Weights = None,
-    ood: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]DATA",
-            help="Data of another kind, which doubt should tell apart. Repeatable.",
-        ),
-    ] = None,
+    ood: OtherData = None,
     draws: Draws = None,
     seed: Seed = 0,
     batch_size: BatchSize = 256,
@@ -334,13 +333,13 @@ def evaluate(
     """
     from bayesify.files import write_json
     from bayesify.io import load
-    from bayesify.methods import ABNN
+    from bayesify.methods import MAP
     from bayesify.model import convert
     from bayesify.zoo import load_model
 
     network = load_model(model, weights=weights)
     bnn = load(folder, network)
-    plain = convert(network, ABNN(members=1, draws=1, noise=0.0), likelihood=bnn.likelihood)
+    plain = convert(network, MAP(), likelihood=bnn.likelihood)
     loader = _readable(data, batch_size, normalise, size)
     others: dict[str, Iterable[Any]] = {
         name: _readable(spec, batch_size, normalise, size) for name, spec in _named(ood or [])
@@ -364,21 +363,9 @@ def compare(
     train: Annotated[str, typer.Argument(metavar="TRAIN", help=DATA)],
     test: Annotated[str, typer.Option(metavar="DATA", help="What judges. Data not yet used.")],
     weights: Weights = None,
-    validation: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="Decides what is kept; split off the data otherwise."),
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="Chooses noise and temperature. Data not yet used."),
-    ] = None,
-    ood: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]DATA",
-            help="Data of another kind, which doubt should tell apart. Repeatable.",
-        ),
-    ] = None,
+    validation: Validation = None,
+    calibration: Calibration = None,
+    ood: OtherData = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -396,12 +383,10 @@ def compare(
             help="A setting of a method: --set abnn.members=4. Repeatable.",
         ),
     ] = None,
-    likelihood: Annotated[
-        str, typer.Option(help="classification, binary, multilabel or regression.")
-    ] = "classification",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 1,
+    likelihood: Likelihood = "classification",
+    epochs: Epochs = 1,
     batch_size: BatchSize = 64,
-    augment: Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")] = None,
+    augment: Augment = None,
     draws: Draws = None,
     shift: Annotated[
         str,
@@ -416,7 +401,7 @@ def compare(
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where results, report and methods go.")
     ] = Path("bayesify-compare"),
-    progress: Annotated[bool, typer.Option(help="Show progress.")] = True,
+    progress: Progress = True,
 ) -> None:
     """Fit, calibrate and measure several methods beside the network itself.
 
@@ -448,10 +433,9 @@ def compare(
         progress=progress,
     )
     Console().print(found.table())
-    files = [
-        name for name in ("report.html", "results.json", "results.csv") if (output / name).exists()
-    ]
-    typer.echo(f"wrote {', '.join(files)} and a folder for each method to {output}")
+    typer.echo(
+        f"wrote report.html, results.json, results.csv and a folder for each method to {output}"
+    )
 
 
 @app.command(
@@ -704,18 +688,6 @@ def _first(loader: "DataLoader[Any]") -> Any:
     return next(iter(loader))[0]
 
 
-def _require_destination(output: Path) -> None:
-    """Stops before training, not after it, if the result could not be saved."""
-    from bayesify.io import DESCRIPTION
-
-    is_ours = (output / DESCRIPTION).exists()
-    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    if not (is_ours or is_free):
-        raise SettingError(
-            f"--output {output}: it exists and is not one of bayesify's folders: name another one."
-        )
-
-
 # What users see
 
 
@@ -748,10 +720,7 @@ def _print_plan(planned: "Plan") -> None:
         table.add_column(heading, justify="right" if heading == "numbers" else "left")
     for site in planned.sites:
         shape = "x".join(map(str, site.shape))
-        numbers = 1
-        for length in site.shape:
-            numbers *= length
-        table.add_row(escape(site.name), escape(site.kind), shape, f"{numbers:,}")
+        table.add_row(escape(site.name), escape(site.kind), shape, f"{prod(site.shape):,}")
     console.print(table)
     for name, value in planned.summary().items():
         console.print(f"{name + ':':<16}{value}", highlight=False)
@@ -761,6 +730,8 @@ def _print_plan(planned: "Plan") -> None:
 
 
 def _print_reports(reports: "Mapping[str, Report]") -> None:
+    from bayesify.evaluation.comparison import TITLES
+
     first = next(iter(reports.values()))
     table = Table(
         title=f"{first.examples:,} examples", caption="↑ higher is better, ↓ lower is better"
@@ -768,14 +739,13 @@ def _print_reports(reports: "Mapping[str, Report]") -> None:
     table.add_column("")
     for name in reports:
         table.add_column(escape(name), justify="right")
-    for measure, title in TITLES.items():
+    for measure in REPORTED:
         numbers = [getattr(report, measure) for report in reports.values()]
         if any(number is not None for number in numbers):
-            table.add_row(
-                title, *("-" if number is None else f"{number:.4f}" for number in numbers)
-            )
+            shown = ("-" if number is None else f"{number:.4f}" for number in numbers)
+            table.add_row(TITLES[measure], *shown)
     for other in first.ood:
-        for measure, title in OOD_TITLES.items():
+        for measure in ("auroc", "aupr", "fpr95"):
             values = (f"{getattr(report.ood[other], measure):.4f}" for report in reports.values())
-            table.add_row(f"{escape(other)}: {title}", *values)
+            table.add_row(f"{escape(other)}: {TITLES[measure]}", *values)
     Console().print(table)

@@ -5,7 +5,6 @@ A second run does only what changed, and a run that was interrupted goes on wher
 
 import re
 import tempfile
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 
 from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import is_loader
-from bayesify.errors import BayesifyWarning, SettingError
+from bayesify.errors import SettingError
 from bayesify.evaluation import bootstrap
 from bayesify.evaluation.answers import HIGHER_IS_BETTER
 from bayesify.evaluation.comparison import Comparison
@@ -251,11 +250,8 @@ def _intervals(cells: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, A
 
 
 def _write(found: Comparison, folder: Path) -> None:
+    from bayesify.evaluation.page import write_report
+
     write_json(folder / "results.json", found.results)
     write_bytes(folder / "results.csv", found.csv().encode())
-    try:
-        from bayesify.evaluation.page import write_report
-    except ImportError as error:
-        warnings.warn(f"there is no report: {error}.", BayesifyWarning, stacklevel=3)
-        return
     write_report(found.results, folder / "report.html")

@@ -339,8 +339,11 @@ class BayesianModel(nn.Module):
             draw = {name: value[0] for name, value in self.posterior.draws(seed, [index]).items()}
             for name, value in {**self.posterior.shared(), **draw}.items():
                 for place in self.runner.slots[name]:
-                    module, _, attribute = place.rpartition(".")
-                    getattr(network.get_submodule(module), attribute).copy_(value)
+                    path, _, attribute = place.rpartition(".")
+                    module = network.get_submodule(path)
+                    getattr(module, attribute).copy_(value)
+                    # A gate now holds part of the draw, and belongs into its state_dict.
+                    module._non_persistent_buffers_set.discard(attribute)
         return network
 
     def save(self, path: str | Path) -> None:

@@ -331,6 +331,14 @@ def test_the_best_likelihood_is_advised(results: dict[str, Any]) -> None:
     assert "(better)" in text
 
 
+def test_a_method_that_draws_nothing_any_more_is_said_to(results: dict[str, Any]) -> None:
+    method = results["methods"]["abnn"]
+    set_better(method, True)
+    assert "noise" not in " ".join(judge(check(results)).reasons).replace("within noise", "")
+    method["noise"] = 0.0
+    assert "set the noise of ABNN to 0" in " ".join(judge(check(results)).reasons)
+
+
 def test_nothing_is_advised_where_nothing_helps(results: dict[str, Any]) -> None:
     set_better(results["methods"]["abnn"], None)
     verdict = judge(check(results))

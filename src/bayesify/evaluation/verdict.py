@@ -61,6 +61,7 @@ def judge(results: Results) -> Verdict:
                 (
                     *_standing(network),
                     *_gains(network, found[chosen]),
+                    *_certain(found[chosen]),
                     *_price(found[chosen]),
                     *_cheaper(chosen, found if wanted is _better_nll else {}),
                 ),
@@ -135,6 +136,16 @@ def _change(before: Any, after: Any, name: str) -> str:
     if old == new and after.get("better") is None:
         return f"{new} as before"
     return f"{old} → {new} ({word})"
+
+
+def _certain(method: Mapping[str, Any]) -> tuple[str, ...]:
+    """A word of caution where nothing of a method that makes draws is random any more."""
+    if method.get("noise") != 0 or method.get("draws", 1) == 1:
+        return ()
+    return (
+        f"Calibration set the noise of {method['title']} to 0: it predicts without drawing, and "
+        f"what doubt of its own it shows is between its members, if it has any.",
+    )
 
 
 def _price(method: Mapping[str, Any]) -> tuple[str, ...]:
