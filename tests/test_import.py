@@ -26,8 +26,8 @@ ORDER = [
     "evaluation.bootstrap",
     "evaluation.metrics", "evaluation.averages", "evaluation.ranked", "evaluation.streaming",
     "evaluation.pixels", "evaluation.attacks", "evaluation.report", "evaluation.shifts",
-    "evaluation.landscape", "evaluation.plots", "evaluation.panels", "evaluation.contract",
-    "evaluation.verdict", "evaluation.page",
+    "evaluation.landscape", "evaluation.plots", "evaluation.moments", "evaluation.panels",
+    "evaluation.contract", "evaluation.verdict", "evaluation.page",
     "evaluation.answers", "evaluation.comparison",
     "io", "identity", "trials", "compare", "zoo", "data", "table", "demo", "cli",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ def reliability_diagram(
     """
     if not judged:
         raise DataError("judged is empty: give the confidence and correctness of one network.")
-    figure = _figure(6.4, 5.4)
+    figure = new_figure(6.4, 5.4)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="perfect")
     lowest = 0.9
@@ -89,7 +89,7 @@ def reliability_diagram(
     axes.set_xlabel("confidence: probability given to the answer")
     axes.set_ylabel("accuracy: share of right answers")
     axes.legend(loc="upper left", frameon=False)
-    _caption(
+    caption(
         figure,
         f"Below the dashed line a network is surer than it is right. Bars: 95 % intervals.\n"
         f"Each point is one of {bins} equal ranges of confidence with at least {LEAST} answers.",
@@ -114,7 +114,7 @@ def entropy_histograms(
     """
     if not entropies or not all(entropies.values()):
         raise DataError("entropies is empty: give those of at least one network on one set.")
-    figure = _figure(3.4 + 3.2 * len(entropies), 4.2)
+    figure = new_figure(3.4 + 3.2 * len(entropies), 4.2)
     panels = figure.subplots(1, len(entropies), sharey=True, squeeze=False)[0]
     most = math.log(classes)
     edges = torch.linspace(0, most, bins + 1).tolist()
@@ -140,7 +140,7 @@ def entropy_histograms(
         axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(0.97, 1.0))
     panels[0].set_ylabel("share of inputs (%)")
     figure.suptitle(title)
-    _caption(
+    caption(
         figure,
         "0: no doubt at all. Dashed line: all classes equally likely. The less the two colours "
         "overlap,\nthe better doubt alone tells them apart.",
@@ -169,7 +169,7 @@ def gallery(
         raise DataError("inputs is empty: there is nothing to show in a gallery.")
     columns = min(columns, len(inputs))
     rows = math.ceil(len(inputs) / columns)
-    figure = _figure(max(5.0, 1.75 * columns), 2.55 * rows + 1.1)
+    figure = new_figure(max(5.0, 1.75 * columns), 2.55 * rows + 1.1)
     grid = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=[2.2, 1] * rows)
     for position in range(rows * columns):
         row, column = divmod(position, columns)
@@ -181,7 +181,7 @@ def gallery(
             picture.set_axis_off()
             bars.set_axis_off()
     figure.suptitle(title)
-    _caption(
+    caption(
         figure,
         f"Bars: the answer and the confidence in it, from 0 to 100 %; upper (orange): {names[0]}, "
         f"lower (blue): {names[1]}.\nDoubt about itself: epistemic uncertainty, in nats. {chosen}",
@@ -237,13 +237,15 @@ def interval(rate: float, count: int) -> tuple[float, float]:
     return max(0.0, rate - max(0.0, centre - spread)), max(0.0, min(1.0, centre + spread) - rate)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of that many inches, which no window and no global state knows."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
-def _caption(figure: "Figure", text: str) -> None:
+def caption(figure: "Figure", text: str) -> None:
+    """Says below a figure how to read it."""
     figure.supxlabel(text, fontsize=8.5, color="#444444")
 
 
