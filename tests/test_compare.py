@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from bayesify import ABNN, IBNN, MAP, DeepEnsemble, MCDropout, Temperature, comp
 from bayesify.cli import app
 from bayesify.errors import BayesifyWarning, SettingError
 from bayesify.evaluation import bootstrap, page
+from bayesify.evaluation.calibration import classwise_calibration_error
+from bayesify.evaluation.classification import brier_parts
 from bayesify.evaluation.contract import check
 from bayesify.evaluation.page import write_report
 from bayesify.files import read_json
@@ -33,8 +36,14 @@ module = importlib.import_module("bayesify.compare")
 QUICK = {"map": MAP(), "temperature": Temperature(), "mc-dropout": MCDropout(draws=4, rate=0.1)}
 MEASURES = [
     *("accuracy", "nll", "ece", "brier", "aurc"),
-    *("accuracy_at_80", "accuracy_at_90", "accuracy_at_95"),
+    *("accuracy_at_80", "accuracy_at_90", "accuracy_at_95", "adaptive_ece"),
 ]
+WITHOUT_INTERVAL = [
+    *("classwise_ece", "brier_reliability", "brier_resolution", "brier_uncertainty"),
+    *("brier_within", "mistakes_auroc", "mistakes_aupr", "mistakes_fpr95"),
+    "mistakes_aupr_inside",
+]
+DETECTION = ["auroc", "aupr", "fpr95", "aupr_inside"]
 
 
 @pytest.fixture(autouse=True)
@@ -122,10 +131,14 @@ def test_results_have_all_that_the_report_reads(
     assert results["data"] == {"test": {"name": "test", "examples": 150}, "ood": {"strange": 60}}
     assert list(results["methods"]) == list(QUICK)
     for name, method in results["methods"].items():
-        assert list(method["measures"]) == MEASURES
-        assert list(method["ood"]["strange"]) == ["auroc", "aupr", "fpr95"]
-        for cell in (*method["measures"].values(), *method["ood"]["strange"].values()):
+        assert list(method["measures"]) == MEASURES + WITHOUT_INTERVAL
+        assert list(method["ood"]["strange"]) == DETECTION
+        compared = [method["measures"][measure] for measure in MEASURES]
+        for cell in (*compared, *method["ood"]["strange"].values()):
             assert cell["low"] <= cell["value"] <= cell["high"]
+        for measure in WITHOUT_INTERVAL:
+            cell = method["measures"][measure]
+            assert (cell["low"], cell["high"], cell["better"]) == (None, None, None)
         assert method["settings"] == json.loads(json.dumps(QUICK[name].to_dict()))
         assert set(method["cost"]) == {
             "fit_seconds", "calibrate_seconds", "relative_time", "bytes", "peak_bytes"
@@ -154,15 +167,22 @@ def test_values_are_those_of_evaluate(
     bnn = bayesify.load(tmp_path / "out" / "mc-dropout", trained)
     report = bnn.evaluate(test_set, ood={"strange": strange})
     method = found.methods["mc-dropout"]
-    for name in ("accuracy", "nll", "ece", "brier"):
+    for name in ("accuracy", "nll", "ece", "adaptive_ece", "brier", "aurc", "mistakes_auroc"):
         assert method["measures"][name]["value"] == pytest.approx(getattr(report, name), abs=1e-6)
-    for name in ("auroc", "aupr", "fpr95"):
+    for name in DETECTION:
         expected = getattr(report.ood["strange"], name)
         assert method["ood"]["strange"][name]["value"] == pytest.approx(expected, abs=1e-6)
     surest = method["examples"]["surest_wrong"][0]
     prediction = bnn.predict(test_set)
+    target = torch.cat([y for _, y in test_set])
+    values = {name: cell["value"] for name, cell in method["measures"].items()}
+    assert values["classwise_ece"] == pytest.approx(
+        classwise_calibration_error(prediction.probs, target), abs=1e-6
+    )
+    for part, value in asdict(brier_parts(prediction.probs, target)).items():
+        assert values[f"brier_{part}"] == pytest.approx(value, abs=1e-6)
     assert prediction.label[surest["index"]] == surest["label"]
-    wrong = prediction.label != torch.cat([y for _, y in test_set])
+    wrong = prediction.label != target
     assert surest["confidence"] == pytest.approx(prediction.confidence[wrong].max().item())
 
 
@@ -347,6 +367,20 @@ def test_pixels_have_a_curve_of_shift(run: Any, test_set: DataLoader) -> None:
     assert len({len(curve[name]) for name in curve if name != "kind"}) == 1
     accuracy = run(methods=["map"], test=test).methods["map"]["measures"]["accuracy"]["value"]
     assert curve["accuracy"][0] == pytest.approx(accuracy)
+
+
+def test_without_mistakes_there_are_none_to_find(run: Any, trained: nn.Module) -> None:
+    x = torch.randn(60, 1, 8, 8)
+    with torch.no_grad():
+        test = DataLoader(TensorDataset(x, trained(x).argmax(1)), batch_size=50)
+    found = run(methods=["map"], test=test)
+    measures = found.methods["map"]["measures"]
+    assert list(measures) == MEASURES + WITHOUT_INTERVAL
+    assert measures["accuracy"]["value"] == 1
+    assert [measures[name]["value"] for name in measures if "mistakes" in name] == [None] * 4
+    check(found.results)
+    (row,) = csv.DictReader(io.StringIO(found.csv()))
+    assert row["mistakes_auroc"] == ""
 
 
 def test_values_have_their_own_measures(tmp_path: Path) -> None:

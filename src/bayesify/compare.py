@@ -234,6 +234,9 @@ def _assemble(records: Mapping[str, Any], baseline: str) -> dict[str, Any]:
 def _intervals(cells: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, cell in cells.items():
+        if cell["samples"] is None:
+            found[name] = {"value": cell["value"], "low": None, "high": None, "better": None}
+            continue
         samples = torch.tensor(cell["samples"], dtype=torch.float64)
         others = torch.tensor(base[name]["samples"], dtype=torch.float64)
         low, high = bootstrap.interval(samples)

@@ -158,6 +158,7 @@ class Trials:
             "shift": self.shift,
             "normalisation": self.normalisation,
             "resamples": bootstrap.RESAMPLES,
+            "measures": answers.REVISION,
         }
         file = self.cache / f"{digest(asked)}.json"
         fitted = self._fitted_before(name, made_from)
@@ -298,15 +299,17 @@ class Trials:
 
     def _measured(
         self,
-        found: tuple[dict[str, float], dict[str, bootstrap.Measure]],
+        found: tuple[Mapping[str, float | None], dict[str, bootstrap.Measure]],
         sizes: Sequence[int],
     ) -> dict[str, Any]:
         """Values, and what the resamples say, by which methods are compared later."""
         values, functions = found
-        samples = bootstrap.resample(functions, sizes, seed=self.seed)
+        samples = {
+            name: [float(f"{sample:.7g}") for sample in each.tolist()]
+            for name, each in bootstrap.resample(functions, sizes, seed=self.seed).items()
+        }
         return {
-            name: {"value": value, "samples": [float(f"{s:.7g}") for s in samples[name].tolist()]}
-            for name, value in values.items()
+            name: {"value": value, "samples": samples.get(name)} for name, value in values.items()
         }
 
     def _sweep(self, bnn: BayesianModel, draws: int) -> dict[str, Any] | None:

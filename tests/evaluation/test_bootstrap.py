@@ -8,8 +8,8 @@ from torch import Tensor
 
 from bayesify.errors import DataError, SettingError
 from bayesify.evaluation import bootstrap
-from bayesify.evaluation.calibration import calibration_error
-from bayesify.evaluation.detection import aupr, auroc, fpr95
+from bayesify.evaluation.calibration import adaptive_calibration_error, calibration_error
+from bayesify.evaluation.detection import aupr, aupr_inside, auroc, fpr95
 from bayesify.evaluation.selective import accuracy_at_coverage, aurc
 
 
@@ -37,6 +37,10 @@ def test_weights_stand_for_a_resample_of_one_set(seed: int, size: int, levels: i
             bootstrap.calibration_error_of(score, flag),
             calibration_error(score[rows], flag[rows]),
         ),
+        "adaptive ece": (
+            bootstrap.adaptive_calibration_error_of(score, flag),
+            adaptive_calibration_error(score[rows], flag[rows]),
+        ),
         "aurc": (bootstrap.aurc_of(bootstrap.Ranked(score, ~flag)), aurc(score[rows], flag[rows])),
         "at 80": (
             bootstrap.accuracy_at_coverage_of(bootstrap.Ranked(score, ~flag), 0.8),
@@ -58,6 +62,7 @@ def test_weights_stand_for_a_resample_of_two_sets(
     for of, measure in (
         (bootstrap.auroc_of, auroc),
         (bootstrap.aupr_of, aupr),
+        (bootstrap.aupr_inside_of, aupr_inside),
         (bootstrap.fpr95_of, fpr95),
     ):
         expected = measure(known[rows], strange[others])
@@ -97,6 +102,8 @@ def test_two_alike_differ_by_noise_only_and_a_pair_tells_more_than_two_intervals
     assert bootstrap.interval(samples["first"])[1] > bootstrap.interval(samples["second"])[0]
     assert bootstrap.differs(samples["second"], samples["first"]) == 1
     assert bootstrap.differs(samples["first"], samples["second"]) == -1
+    rounded = samples["first"] * (1 - 1e-6)
+    assert bootstrap.differs(rounded, samples["first"]) == 0
 
 
 def test_the_seed_decides() -> None:

@@ -97,6 +97,28 @@ def test_differences_within_noise_are_marked(bare: dict[str, Any]) -> None:
         assert set(re.findall("[▲▼≈]", body)) == {mark}
 
 
+def test_more_measures_stand_in_tables_of_their_own(bare: dict[str, Any]) -> None:
+    def tables() -> list[str]:
+        return re.findall(r"<table.*?</table>", render(bare), re.DOTALL)
+
+    before = tables()
+    for method in bare["methods"].values():
+        bounds = {"low": None, "high": None, "better": None}
+        for name in ("classwise_ece", "mistakes_auroc"):
+            method["measures"][name] = {"value": 0.0123, **bounds}
+        method["measures"]["mistakes_aupr"] = {"value": None, **bounds}
+        for found in method["ood"].values():
+            found["aupr_inside"] = found["auroc"]
+    main, quality, mistakes, strange = tables()[:4]
+    assert main == before[0]
+    assert "classwise ECE ↓" in quality
+    assert "AUPR inside ↑" in strange
+    # Without an interval nothing is said to be better, worse or the same.
+    assert mistakes.count('<span class="set">mistakes</span>') == 2
+    assert mistakes.count("0.012<") == len(bare["methods"])
+    assert not re.search("[▲▼≈]", mistakes)
+
+
 def test_plots_have_axes_and_units(page: str) -> None:
     for label in (
         "confidence (%)",

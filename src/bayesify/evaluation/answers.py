@@ -8,7 +8,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,15 @@ from torch import Tensor
 from bayesify.batches import Inputs, labelled, split_batch
 from bayesify.errors import DataError, SettingError
 from bayesify.evaluation import bootstrap
-from bayesify.evaluation.calibration import calibration_error, reliability_curve
-from bayesify.evaluation.classification import brier
-from bayesify.evaluation.detection import aupr, auroc, fpr95
+from bayesify.evaluation.calibration import (
+    adaptive_calibration_error,
+    calibration_error,
+    classwise_sums,
+    gap,
+    reliability_curve,
+)
+from bayesify.evaluation.classification import brier, decompose
+from bayesify.evaluation.detection import aupr, aupr_inside, auroc, fpr95
 from bayesify.evaluation.selective import COVERAGES, accuracy_at_coverage, aurc, risk_coverage
 from bayesify.outliers import Normalisation
 from bayesify.prediction import Prediction
@@ -27,6 +33,7 @@ from bayesify.prediction import Prediction
 if TYPE_CHECKING:
     from bayesify.model import BayesianModel
 
+REVISION = 2  # of what is measured: what an earlier one found is measured again
 HIGHER_IS_BETTER = ("accuracy", "auroc", "aupr")
 SHOWN = 8
 LARGEST_PICTURE = 96
@@ -45,12 +52,15 @@ class Answers:
             there are targets `target`, `nll`, `correct`, `brier`, or `square` of values; and
             `index`, the place in the set.
         pictures: Chosen examples by what they are chosen for, the most striking first.
+        sums: Of classes that there are targets for, by bins of their probability, `[3, C, bins]`;
+            see `classwise_sums`.
     """
 
     kind: str
     classes: int | None
     numbers: dict[str, Tensor]
     pictures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    sums: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.numbers["uncertainty"])
@@ -83,7 +93,7 @@ def ask(
     """
     columns: dict[str, list[Tensor]] = {}
     gallery = _Gallery(name, normalisation)
-    kind, classes, start = model.likelihood.kind, None, 0
+    kind, classes, sums, start = model.likelihood.kind, None, None, 0
     for inputs, target in labelled(loader) if targets else _unlabelled(loader):
         prediction = model.predict(inputs, draws=draws, seed=seed)
         found = numbers_of(model, prediction, target)
@@ -91,6 +101,9 @@ def ask(
         if "target" in found:
             counted = found["target"] != getattr(model.likelihood, "ignore_index", -100)
             found = {column: values[counted] for column, values in found.items()}
+            if counted.any():
+                added = classwise_sums(prediction.probs.cpu()[counted], found["target"])
+                sums = added if sums is None else sums + added
         if kind == "classes":
             classes = prediction.probs.shape[1]
             gallery.add(found, inputs, start)
@@ -100,7 +113,7 @@ def ask(
     whole = {column: torch.cat(parts) for column, parts in columns.items()}
     if not whole or not len(whole["index"]):
         raise DataError(f"{name} has no example that counts: there is nothing to measure.")
-    return Answers(kind, classes, whole, gallery.shown())
+    return Answers(kind, classes, whole, gallery.shown(), sums)
 
 
 def numbers_of(model: "BayesianModel", prediction: Prediction, target: Any) -> dict[str, Tensor]:
@@ -132,29 +145,67 @@ def numbers_of(model: "BayesianModel", prediction: Prediction, target: Any) -> d
     return found
 
 
-def measures(answers: Answers) -> tuple[dict[str, float], dict[str, bootstrap.Measure]]:
-    """The measures of a test set: their values, and as functions of weights."""
+def measures(answers: Answers) -> tuple[dict[str, float | None], dict[str, bootstrap.Measure]]:
+    """The measures of a test set: their values, and as functions of weights where they have one.
+
+    A value is None where there is nothing to measure: mistakes, if there are none.
+    """
     of = answers.numbers
     functions = {"nll": bootstrap.mean_of(of["nll"])}
-    values = {"nll": of["nll"].mean().item()}
+    values: dict[str, float | None] = {"nll": of["nll"].mean().item()}
     if answers.kind == "values":
         functions["rmse"] = bootstrap.root_mean_of(of["square"])
         return values | {"rmse": of["square"].mean().sqrt().item()}, functions
     for name, column in {"accuracy": "correct", "brier": "brier"}.items():
         functions[name], values[name] = bootstrap.mean_of(of[column]), of[column].mean().item()
     if answers.kind == "classes":
-        said, doubt, right = of["confidence"], of["uncertainty"], of["correct"]
-        functions["ece"] = bootstrap.calibration_error_of(said, right)
-        mistakes = bootstrap.Ranked(doubt, right == 0)
-        functions["aurc"] = bootstrap.aurc_of(mistakes)
-        values |= {"ece": calibration_error(said, right), "aurc": aurc(doubt, right)}
-        for share in COVERAGES:
-            name = f"accuracy_at_{100 * share:g}"
-            functions[name] = bootstrap.accuracy_at_coverage_of(mistakes, share)
-            values[name] = accuracy_at_coverage(doubt, right, share)
+        for name, (value, function) in _of_confidence(answers).items():
+            functions[name], values[name] = function, value
+        values |= _of_each_class(answers) | _of_mistakes(answers)
     order = ("accuracy", "nll", "ece", "brier", "aurc")
     names = [*(name for name in order if name in values), *(n for n in values if n not in order)]
-    return {name: values[name] for name in names}, {name: functions[name] for name in names}
+    return {name: values[name] for name in names}, functions
+
+
+def _of_confidence(answers: Answers) -> dict[str, tuple[float, bootstrap.Measure]]:
+    """Calibration of the answers, and what is to be had by holding some back."""
+    columns = ("confidence", "uncertainty", "correct")
+    said, doubt, right = (answers.numbers[name] for name in columns)
+    mistakes = bootstrap.Ranked(doubt, right == 0)
+    adaptive = bootstrap.adaptive_calibration_error_of(said, right)
+    return {
+        "ece": (calibration_error(said, right), bootstrap.calibration_error_of(said, right)),
+        "aurc": (aurc(doubt, right), bootstrap.aurc_of(mistakes)),
+        **{
+            f"accuracy_at_{100 * share:g}": (
+                accuracy_at_coverage(doubt, right, share),
+                bootstrap.accuracy_at_coverage_of(mistakes, share),
+            )
+            for share in COVERAGES
+        },
+        "adaptive_ece": (adaptive_calibration_error(said, right), adaptive),
+    }
+
+
+def _of_each_class(answers: Answers) -> dict[str, float | None]:
+    """What takes the probabilities of all classes, of which sums were kept."""
+    if answers.sums is None:
+        return {}
+    parts = decompose(answers.sums, answers.numbers["brier"].mean().item())
+    return {
+        "classwise_ece": gap(answers.sums).mean().item(),
+        **{f"brier_{name}": value for name, value in asdict(parts).items()},
+    }
+
+
+def _of_mistakes(answers: Answers) -> dict[str, float | None]:
+    """How well uncertainty tells mistakes from right answers; None where it is all one."""
+    doubt, right = answers.numbers["uncertainty"], answers.numbers["correct"] == 1
+    telling = bool(right.any()) and not bool(right.all())
+    return {
+        f"mistakes_{name}": f(doubt[right], doubt[~right]) if telling else None
+        for name, (f, _) in DETECTION.items()
+    }
 
 
 def detection(
@@ -162,17 +213,17 @@ def detection(
 ) -> tuple[dict[str, float], dict[str, bootstrap.Measure]]:
     """How well uncertainty tells another set from the test set: values and functions of weights."""
     known, strange = inside.numbers["uncertainty"], outside.numbers["uncertainty"]
-    values = {name: f(known, strange) for name, f in _DETECTION.items()}
+    values = {name: f(known, strange) for name, (f, _) in DETECTION.items()}
     sets = bootstrap.Ranked.between(known, strange)
-    functions = {name: f(sets) for name, f in _RESAMPLED.items()}
+    functions = {name: resampled(sets) for name, (_, resampled) in DETECTION.items()}
     return values, functions
 
 
-_DETECTION = {"auroc": auroc, "aupr": aupr, "fpr95": fpr95}
-_RESAMPLED = {
-    "auroc": bootstrap.auroc_of,
-    "aupr": bootstrap.aupr_of,
-    "fpr95": bootstrap.fpr95_of,
+DETECTION = {
+    "auroc": (auroc, bootstrap.auroc_of),
+    "aupr": (aupr, bootstrap.aupr_of),
+    "fpr95": (fpr95, bootstrap.fpr95_of),
+    "aupr_inside": (aupr_inside, bootstrap.aupr_inside_of),
 }
 
 

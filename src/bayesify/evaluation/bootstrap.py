@@ -25,6 +25,7 @@ from bayesify.posterior import key
 
 RESAMPLES = 1000
 LEVEL = 0.95
+ROUNDING = 1e-4  # of a measure, by which it may move where draws that are all the same are averaged
 LARGEST = 1 << 18  # weights in memory at a time
 
 Measure = Callable[[Tensor], Tensor]
@@ -89,7 +90,8 @@ def differs(samples: Tensor, baseline: Tensor, level: float = LEVEL) -> int:
     """
     alike(samples=samples, baseline=baseline)
     low, high = interval(samples - baseline, level)
-    return int(low > 0) - int(high < 0)
+    slack = ROUNDING * baseline.double().abs().mean().item()
+    return int(low > slack) - int(high < -slack)
 
 
 # Measures of one set
@@ -117,6 +119,29 @@ def calibration_error_of(confidence: Tensor, correct: Tensor, bins: int = BINS) 
     return lambda weights: (weights @ gaps).abs().sum(1) / weights.sum(1)
 
 
+def adaptive_calibration_error_of(
+    confidence: Tensor, correct: Tensor, parts: int = BINS
+) -> Measure:
+    """The calibration error over bins with equally many examples each."""
+    said = probabilities("confidence", confidence)
+    answers = Ranked(1 - said, correct)
+    claimed = said[answers.order[answers.ends]]
+    borders = torch.arange(1, count("parts", parts) + 1, dtype=torch.float64) / parts
+
+    def measure(weights: Tensor) -> Tensor:
+        wrong, wrong_here, right, right_here = answers.cumulate(weights)
+        ends, here = wrong + right, wrong_here + right_here
+        over_here = right_here - here * claimed
+        at = ends[:, -1:] * borders
+        last = torch.searchsorted(ends, at)
+        # A group that lies across a border counts on both sides by its share.
+        beyond = (ends.gather(1, last) - at) / here.gather(1, last)
+        over = over_here.cumsum(1).gather(1, last) - beyond * over_here.gather(1, last)
+        return over.diff(dim=1, prepend=torch.zeros_like(at[:, :1])).abs().sum(1) / ends[:, -1]
+
+    return measure
+
+
 # Measures of an order, which several may share
 
 
@@ -129,9 +154,9 @@ class Ranked:
     """
 
     def __init__(self, score: Tensor, flag: Tensor) -> None:
-        wide = numbers("score", score.flatten(), finite=False)
-        alike(score=wide, flag=flag)
-        ordered, self.order = wide.sort(stable=True)
+        self.score = numbers("score", score.flatten(), finite=False)
+        alike(score=self.score, flag=flag)
+        ordered, self.order = self.score.sort(stable=True)
         last = torch.ones(len(ordered), dtype=torch.bool)
         last[:-1] = ordered[1:] != ordered[:-1]
         self.ends = last.nonzero().flatten()
@@ -143,6 +168,10 @@ class Ranked:
         """Two sets together; those outside have the flag."""
         score = torch.cat([inside.flatten(), outside.flatten()])
         return Ranked(score, torch.arange(len(score)) >= inside.numel())
+
+    def turned(self) -> "Ranked":
+        """The same examples in the opposite order; the others have the flag."""
+        return Ranked(-self.score, self.flag == 0)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -226,6 +255,11 @@ def aupr_of(sets: Ranked) -> Measure:
         return (strange_here * true / (true + false).clamp_min(1)).sum(1) / strange[:, -1]
 
     return measure
+
+
+def aupr_inside_of(sets: Ranked) -> Measure:
+    """Average precision of the order turned round, inside being what is sought."""
+    return aupr_of(sets.turned())
 
 
 def fpr95_of(sets: Ranked) -> Measure:

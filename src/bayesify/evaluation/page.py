@@ -19,22 +19,36 @@ from bayesify.evaluation.verdict import duration, judge, size
 from bayesify.files import write_bytes
 
 PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}", re.ASCII)
+MISTAKES = "mistakes_"
 MISSING = "\u2013"  # a dash for what was not measured
 HEADINGS = {
     "accuracy": ("accuracy", "↑", "share of right answers"),
     "nll": ("NLL", "↓", "negative log-likelihood, in nats an example"),
     "ece": ("ECE", "↓", "expected calibration error: mean gap of confidence and accuracy"),
+    "adaptive_ece": ("adaptive ECE", "↓", "ECE over bins with equally many answers each"),
+    "classwise_ece": ("classwise ECE", "↓", "mean over classes of the ECE of their probability"),
     "brier": ("Brier", "↓", "squared error of the probabilities"),
+    "brier_reliability": ("reliability", "↓", "part of Brier: probabilities that are not kept"),
+    "brier_resolution": ("resolution", "↑", "part of Brier, taken off: how far answers differ"),
+    "brier_uncertainty": ("uncertainty", "", "part of Brier: the data's, the same for all"),
+    "brier_within": ("within bins", "", "part of Brier: what its bins do not tell apart"),
     "aurc": ("AURC", "↓", "area under the risk-coverage curve"),
     "rmse": ("RMSE", "↓", "root mean squared error, in the target's units"),
     "crps": ("CRPS", "↓", "continuous ranked probability score, in the target's units"),
+    "mistakes_auroc": ("AUROC", "↑", "chance that doubt ranks a mistake above a right answer"),
+    "mistakes_aupr": ("AUPR", "↑", "area under precision and recall of finding mistakes"),
+    "mistakes_fpr95": ("FPR95", "↓", "share of right answers flagged when 95 % of mistakes are"),
+    "mistakes_aupr_inside": ("AUPR inside", "↑", "area under both of finding right answers"),
     "auroc": ("AUROC", "↑", "chance that doubt ranks other data above the test set's"),
     "aupr": ("AUPR", "↑", "area under precision and recall of finding other data"),
+    "aupr_inside": ("AUPR inside", "↑", "area under both of finding the test set's"),
     "fpr95": ("FPR95", "↓", "share of the test set flagged when 95 % of other data is"),
 }
 HEADLINE = ("accuracy", "nll", "ece", "brier", "aurc", "rmse", "crps", "auroc")
 VISIBLE = 0.005  # nats that a tile, with two decimals, does not show as zero
-SMALL = ("ece", "adaptive_ece", "classwise_ece", "aurc")  # shown to four decimals
+SMALL = (  # shown to four decimals
+    "ece", "adaptive_ece", "classwise_ece", "aurc", "brier_reliability", "brier_within",
+)  # fmt: skip
 COSTS = {
     "fit_seconds": ("fit", "time to fit and calibrate"),
     "relative_time": ("time", "of a prediction, as a multiple of the network's own"),
@@ -99,22 +113,23 @@ def render(results: Mapping[str, Any]) -> str:
 
 
 def _tables(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The table of quality beside cost, and the one of what did not fit into it."""
+    """The table of quality beside cost, and those of what did not fit into it."""
     methods = results["methods"]
     names = list(dict.fromkeys(name for m in methods.values() for name in m["measures"]))
     strange = [
         (other, name)
         for other in dict.fromkeys(other for m in methods.values() for other in m["ood"])
-        for name in ("auroc", "aupr", "fpr95")
+        for name in ("auroc", "aupr", "aupr_inside", "fpr95")
         if any(name in m["ood"].get(other, {}) for m in methods.values())
     ]
-    quality = [(None, name) for name in names]
+    quality = [(None, name) for name in names if not name.startswith(MISTAKES)]
+    mistakes = [(None, name) for name in names if name.startswith(MISTAKES)]
     whole = quality + strange
     first = [column for column in whole if column[1] in HEADINGS and column[1] in HEADLINE]
-    rest = [column for column in whole if column not in first]
     tables = [{"columns": _columns(first, costs=True), "rows": _rows(results, first, costs=True)}]
-    if rest:
-        tables.append({"columns": _columns(rest), "rows": _rows(results, rest)})
+    for part in (quality, mistakes, strange):
+        if rest := [column for column in part if column not in first]:
+            tables.append({"columns": _columns(rest), "rows": _rows(results, rest)})
     return tables
 
 
@@ -124,7 +139,8 @@ def _columns(
     heads: list[dict[str, str | None]] = []
     for other, name in columns:
         title, arrow, note = HEADINGS.get(name) or _unlisted(name)
-        heads.append({"title": title, "arrow": arrow, "note": note, "set": other})
+        kind = "mistakes" if name.startswith(MISTAKES) else other
+        heads.append({"title": title, "arrow": arrow, "note": note, "set": kind})
     if costs:
         heads += [
             {"title": title, "arrow": "↓", "note": note, "set": None}
@@ -164,7 +180,7 @@ def _cell(name: str, measure: Mapping[str, Any] | None, base: bool) -> dict[str,
         "text": _number(name, measure["value"]),
         "value": measure["value"],
         "range": f"{_number(name, low, '')} to {_number(name, high, '')}" if known else None,
-        "mark": None if base else MARKS[measure["better"]],
+        "mark": MARKS[measure["better"]] if known and not base else None,
     }
 
 
