@@ -91,6 +91,16 @@ def damaged(home: Path) -> Path:
     return home
 
 
+@pytest.fixture
+def labelled(damaged: Path) -> Path:
+    """The damaged photos in two classes."""
+    for number, name in enumerate(NAMES):
+        folder = Path("photos", "ab"[number % 2])
+        folder.mkdir(exist_ok=True)
+        Path("photos", name).rename(folder / name)
+    return damaged
+
+
 class TestInputs:
     def test_a_table_is_as_good_as_arrays(self, home: Path) -> None:
         arrays, table = predict("numbers", "data.npz"), predict("numbers", "data.csv")
@@ -148,15 +158,41 @@ class TestUnreadable:
         assert result.stderr.startswith("error: none of 2 images can be read. The first: photos/1")
         assert not list(damaged.glob("*p.csv*"))
 
-    def test_evaluate_goes_past_them_too(self, damaged: Path) -> None:
-        for number, name in enumerate(NAMES):
-            folder = Path("photos", "ab"[number % 2])
-            folder.mkdir(exist_ok=True)
-            Path("photos", name).rename(folder / name)
+    def test_evaluate_goes_past_them_too(self, labelled: Path) -> None:
         result = call("evaluate", "images", "net.py:images", "photos", "--output", "r.json")
         assert result.exit_code == 0, result.output
         assert result.stderr.count("warning: 3 of 7 images cannot be read") == 1
         assert json.loads(Path("r.json").read_text())["ABNN"]["examples"] == 4
+
+    def test_fit_and_plan_do_too(self, labelled: Path) -> None:
+        result = call("plan", "net.py:images", "--last", 1, "--example", "photos")
+        assert result.exit_code == 0, result.output
+        more = ("--validation", "photos[:4]", "--last", 1, "--output", "fitted", "--no-progress")
+        result = call("fit", "net.py:images", "photos", *more)
+        assert result.exit_code == 0, result.output
+        # The first four are those of class a, of which 2.png is one.
+        said = "cannot be read and are left out: photos/a/2.png"
+        assert f"warning: 3 of 7 images {said}, photos/b/1.png, photos/b/5.png\n" in result.stderr
+        assert f"warning: 1 of 4 images {said}\n" in result.stderr
+        assert result.stderr.count("cannot be read") == 2
+        assert Path("fitted").is_dir()
+
+    def test_compare_does_too(self, labelled: Path) -> None:
+        more = ("--test", "photos", "--method", "map", "--shift", "none", "--no-progress")
+        result = call("compare", "net.py:images", "photos", *more)
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count("warning: 3 of 7 images cannot be read") == 2
+        results = json.loads(Path("bayesify-compare/results.json").read_text())
+        assert results["data"]["test"] == {"name": "photos", "examples": 4}
+        assert results["classes"] == ["a", "b"]
+
+    def test_nothing_to_read_stops_before_training(self, damaged: Path) -> None:
+        Path("bad/a").mkdir(parents=True)
+        Path("bad/a/0.png").write_bytes(b"no image")
+        result = call("fit", "net.py:images", "bad", "--output", "fitted")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: none of 1 images can be read. The first: bad/a/0")
+        assert not Path("fitted").exists()
 
 
 class TestOutput:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
-from bayesify.data import VOID, ImageFiles, Images, Readable, load_data, split_digits
+from bayesify.data import VOID, ImageFiles, Images, Readable, load_data, readable, split_digits
 from bayesify.errors import BayesifyWarning, CorruptFileError, DataError, SettingError
 
 RNG = np.random.default_rng(0)
@@ -307,6 +307,21 @@ class TestReadable:
         with pytest.warns(BayesifyWarning, match=r"1 of 3 images.*e\.png$"):
             assert [rows for rows, _ in batches.numbered()] == [[0, 1]]
         assert batches.name(1) == str(folder / "d.png")
+
+    def test_the_part_that_can_be_read_is_a_data_set(self, folder):
+        data = load_data(f"{folder}[1:]")
+        with pytest.warns(BayesifyWarning, match=r"3 of 5 images.*b\.png.*f\.png$"):
+            part = readable(data)
+        assert len(part) == 2
+        assert torch.equal(part[1][0], data[2][0])
+        assert readable(part) is part  # a second warning would be an error
+        assert Readable(part, 2).name(1) == str(folder / "d.png")
+        with pytest.raises(DataError, match=r"none of 2 images can be read.*e\.png"):
+            readable(load_data(f"{folder}[4:]"))
+
+    def test_data_in_memory_is_not_gone_through(self):
+        data = load_data("digits:test[:50]")
+        assert readable(data) is data
 
     def test_nothing_to_read_is_an_error(self, folder):
         with pytest.raises(DataError, match=r"none of 2 images can be read.*e\.png"):

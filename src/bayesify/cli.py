@@ -206,7 +206,7 @@ def plan(
         load_model(model, weights=weights),
         _method(method, settings),
         where=chosen,
-        example=None if example is None else _first(_loader(example, 1)),
+        example=None if example is None else _first(_readable(example, 1)),
     )
     _print_plan(planned)
 
@@ -271,7 +271,7 @@ def fit(
         _method(method, settings),
         likelihood=likelihood,
         where=chosen,
-        example=None if last is None else _first(_loader(data, 1, normalise, size)),
+        example=None if last is None else _first(_readable(data, 1, normalise, size)),
     )
     kept = checkpoint or output.with_name(f"{output.name}.checkpoint.safetensors")
     if kept.exists():
@@ -637,14 +637,16 @@ def _loader(
 ) -> "DataLoader[Any]":
     from torch.utils.data import DataLoader
 
-    from bayesify.data import load_data
+    from bayesify.data import load_data, readable
 
-    data = load_data(spec, normalise=_normalisation(normalise), size=size)
+    data = readable(load_data(spec, normalise=_normalisation(normalise), size=size))
     return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
 
 
-def _readable(spec: str, batch_size: int, normalise: str | None, size: int | None) -> "Readable":
-    """Batches in order, without images that cannot be read."""
+def _readable(
+    spec: str, batch_size: int, normalise: str | None = None, size: int | None = None
+) -> "Readable":
+    """Batches in order, without images that cannot be read, which show when it comes to them."""
     from bayesify.data import Readable, load_data
 
     return Readable(load_data(spec, normalise=_normalisation(normalise), size=size), batch_size)
@@ -684,7 +686,7 @@ def _choose_threshold(
     )
 
 
-def _first(loader: "DataLoader[Any]") -> Any:
+def _first(loader: Iterable[Any]) -> Any:
     return next(iter(loader))[0]
 
 

@@ -61,7 +61,8 @@ def compare(
 ) -> Comparison:
     """Fits, calibrates and measures several methods on one network, beside the network itself.
 
-    Sets are loaders that can be gone through again and again, or names (see `load_data`).
+    Sets are loaders that can be gone through again and again, or names (see `load_data`). Of image
+    files by name, those that cannot be read are listed in a warning and left out.
 
     Args:
         model: A trained network. It is left as it is.
@@ -198,10 +199,10 @@ def _read(
 ) -> DataSet:
     from torch.utils.data import DataLoader
 
-    from bayesify.data import load_data
+    from bayesify.data import load_data, readable
 
     if isinstance(given, str):
-        data = load_data(given, normalise=normalisation, size=size)
+        data = readable(load_data(given, normalise=normalisation, size=size))
         loader: Iterable[Any] = DataLoader(data, batch_size=batch, shuffle=shuffle)
         name = name if name not in ("train", "test", "validation", "calibration") else given
     elif not is_loader(given) or iter(given) is given:

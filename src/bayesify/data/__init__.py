@@ -3,7 +3,7 @@
 from bayesify.data.digits import split_digits
 from bayesify.data.names import BUILT_IN, load_data, load_inputs
 from bayesify.data.public import CIFAR10_NORMALISATION
-from bayesify.data.readable import Readable
+from bayesify.data.readable import Readable, readable
 from bayesify.data.sets import VOID, ImageFiles, Images, Normalisation, Standardised, Texts
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "Texts",
     "load_data",
     "load_inputs",
+    "readable",
     "split_digits",
 ]
