@@ -25,6 +25,7 @@ ORDER = [
     "evaluation.regression", "evaluation.segmentation", "evaluation.diversity",
     "evaluation.bootstrap",
     "evaluation.metrics", "evaluation.averages", "evaluation.ranked", "evaluation.streaming",
+    "evaluation.tally",
     "evaluation.pixels", "evaluation.attacks", "evaluation.report", "evaluation.shifts",
     "evaluation.landscape", "evaluation.plots", "evaluation.moments", "evaluation.panels",
     "evaluation.contract", "evaluation.verdict", "evaluation.page",

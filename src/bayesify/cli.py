@@ -45,7 +45,7 @@ DATA = (
     "digits:test. May end in a slice: digits:test[:100]."
 )
 REPORTED = (
-    "accuracy", "nll", "ece", "adaptive_ece", "brier", "aurc", "mistakes_auroc", "rmse",
+    "accuracy", "nll", "ece", "adaptive_ece", "brier", "aurc", "mistakes_auroc", "rmse", "miou",
 )  # fmt: skip
 
 

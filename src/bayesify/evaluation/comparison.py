@@ -25,6 +25,7 @@ TITLES = {
     "accuracy_at_95": "accuracy at 95 % ↑",
     "mistakes_auroc": "AUROC of mistakes ↑",
     "rmse": "RMSE ↓",
+    "miou": "mean IoU ↑",
     "auroc": "AUROC ↑",
     "aupr": "AUPR ↑",
     "fpr95": "FPR95 ↓",

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesify.batches import labelled
+from bayesify.batches import Inputs, is_loader, labelled, split_batch
 from bayesify.errors import SettingError
-from bayesify.evaluation.calibration import adaptive_calibration_error, calibration_error
 from bayesify.evaluation.classification import brier
-from bayesify.evaluation.detection import Detection, auroc, detect
-from bayesify.evaluation.selective import aurc
+from bayesify.evaluation.detection import Detection
+from bayesify.evaluation.segmentation import at_resolution_of
 from bayesify.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -27,6 +26,11 @@ class Report:
 
     AURC and the detection of mistakes are by total uncertainty. Where all answers are right, or all
     wrong, there is nothing to detect, and it is None too.
+
+    Of a segmentation, `miou` is the mean over classes of intersection over union, the NLL a mean
+    over images, and everything else over pixels, at the resolution of the target; void pixels do
+    not count. Measures that rank pixels count them in bins: they are off by `ranking_error` at the
+    most, which is None where they are exact.
     """
 
     examples: int
@@ -38,6 +42,8 @@ class Report:
     aurc: float | None = None
     mistakes_auroc: float | None = None
     rmse: float | None = None
+    miou: float | None = None
+    ranking_error: float | None = None
     ood: Mapping[str, Detection] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,31 +72,39 @@ def evaluate(
     score: str = "uncertainty",
 ) -> Report:
     """Measures a Bayesian network; see `BayesianModel.evaluate`."""
+    from bayesify.evaluation.tally import Tally
+
     if score not in SCORES:
         raise SettingError(f"score={score!r} must be one of {', '.join(SCORES)}.")
-    columns: dict[str, list[Tensor]] = {}
-    examples = 0
+    others, examples, tally = ood or {}, 0, None
     for inputs, target in labelled(loader):
         prediction = model.predict(inputs, draws=draws, seed=seed)
+        prediction = at_full_resolution(prediction, target)
+        tally = tally or Tally(prediction, others)
+        tally.add(measure(model, prediction, target, score))
         examples += len(prediction)
-        for name, value in measure(model, prediction, target).items():
-            columns.setdefault(name, []).append(value.cpu())
-        columns.setdefault("score", []).append(scored(prediction, score))
-    whole = {name: torch.cat(values) for name, values in columns.items()}
-    found = {}
-    for name, other in (ood or {}).items():
-        outside = scored(model.predict(other, draws=draws, seed=seed), score)
-        found[name] = detect(whole["score"], outside)
-    return summarise(whole, examples, found)
+    assert tally is not None  # noqa: S101  (a loader without batches is an error)
+    for name, other in others.items():
+        for batch in other if is_loader(other) else [(other, None)]:
+            inputs, target = split_batch(batch)
+            strange = model.predict(inputs, draws=draws, seed=seed)
+            strange = at_full_resolution(strange, _pixels(inputs) if target is None else target)
+            tally.add_other(name, scored(strange, score).flatten())
+    return Report(
+        examples, **tally.measures(), ood=tally.detections(), ranking_error=tally.ranking_error()
+    )
 
 
-def measure(model: "BayesianModel", prediction: Prediction, target: Any) -> dict[str, Tensor]:
-    """What one batch adds to the measures: numbers an example, or a pixel."""
+def measure(
+    model: "BayesianModel", prediction: Prediction, target: Any, score: str = "uncertainty"
+) -> dict[str, Tensor]:
+    """What one batch adds to the measures: numbers an example, or a pixel that counts."""
     likelihood = model.likelihood
     target = model.target_for(prediction, target)
-    nll = likelihood.nll(prediction.averages, target)
+    nll, strangeness = likelihood.nll(prediction.averages, target), scored(prediction, score)
     if likelihood.kind == "values":
-        return {"nll": nll, "square": (prediction.mean - target).square().flatten()}
+        square = (prediction.mean - target).square()
+        return {"nll": nll, "square": square.flatten(), "score": strangeness.flatten()}
     correct = prediction.label == target
     if likelihood.kind == "labels":
         gap = (prediction.probs - target).square()
@@ -104,31 +118,32 @@ def measure(model: "BayesianModel", prediction: Prediction, target: Any) -> dict
         "confidence": prediction.confidence[counted],
         "brier": gap[counted],
         "doubt": prediction.uncertainty[counted],
+        "label": prediction.label[counted],
+        "target": target[counted],
+        "score": strangeness[counted],
     }
 
 
-def summarise(columns: Mapping[str, Tensor], examples: int, ood: Mapping[str, Detection]) -> Report:
-    """Averages what `measure` collected."""
-    nll = columns["nll"].double().mean().item()
-    if "square" in columns:
-        return Report(examples, nll, rmse=columns["square"].mean().sqrt().item(), ood=ood)
-    correct, confidence, doubt = (columns[name] for name in ("correct", "confidence", "doubt"))
-    telling = correct.any() and not correct.all()
-    return Report(
-        examples,
-        nll,
-        accuracy=correct.double().mean().item(),
-        ece=calibration_error(confidence, correct),
-        adaptive_ece=adaptive_calibration_error(confidence, correct),
-        brier=columns["brier"].double().mean().item(),
-        aurc=aurc(doubt, correct),
-        mistakes_auroc=auroc(doubt[correct], doubt[~correct]) if telling else None,
-        ood=ood,
+def at_full_resolution(prediction: Prediction, target: Any) -> Prediction:
+    """Predicted pixels at the resolution of a target `[B, H, W]`, where that is another."""
+    if prediction.kind != "classes" or prediction.label.ndim != 3:
+        return prediction
+    wanted = torch.as_tensor(target)
+    if wanted.ndim != 3:
+        return prediction
+    averages = prediction.averages.items()
+    return Prediction(
+        "classes", {name: at_resolution_of(wanted, value) for name, value in averages}
     )
+
+
+def _pixels(inputs: Inputs) -> Tensor:
+    """What has the shape that a target would have: one channel of images."""
+    first = next(iter(inputs.tensors()))
+    return first[:, 0] if first.ndim == 4 else first
 
 
 def scored(prediction: Prediction, score: str) -> Tensor:
     """The score by which data are told apart: higher is stranger."""
     value: Tensor = getattr(prediction, score)
-    value = value.flatten().cpu()
     return -value if score == "confidence" else value
