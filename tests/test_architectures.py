@@ -50,6 +50,9 @@ def test_architecture(
             with pytest.warns(BayesifyWarning, match="cannot be vectorised"):
                 vectorised = bnn.predict(x, keep_draws=True)
         torch.testing.assert_close(vectorised.draws, looped.draws, atol=1e-5, rtol=1e-5)
+        for bnn.strategy in ("folded", "stacked"):
+            taped = bnn.predict(x, keep_draws=True)
+            torch.testing.assert_close(taped.draws, looped.draws, atol=1e-5, rtol=1e-5)
         assert (looped.draws.std(0) > 0).any(), "draws must differ"
 
         bnn.strategy = "looped"

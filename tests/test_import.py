@@ -18,7 +18,7 @@ ORDER = [
     "methods.method", "methods.abnn", "methods.bayes_adapter", "methods.ibnn",
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace", "methods",
-    "batches", "likelihood", "sampling", "plan", "prediction", "augmentation",
+    "batches", "likelihood", "tape", "sampling", "plan", "prediction", "augmentation",
     "validation", "outliers", "gradients", "training", "calibration", "model",
     "evaluation", "evaluation.checks", "evaluation.ranking", "evaluation.calibration",
     "evaluation.classification", "evaluation.detection", "evaluation.selective",

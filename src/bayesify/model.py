@@ -18,14 +18,12 @@ from bayesify.methods import Method
 from bayesify.outliers import Normalisation, Outliers
 from bayesify.plan import plan
 from bayesify.prediction import Prediction
-from bayesify.sampling import Runner, private_copy
+from bayesify.sampling import STRATEGIES, Runner, private_copy
 from bayesify.sites import Site, Where, find_statistics, named_tensors
 from bayesify.training import Fit, FitResult
 
 if TYPE_CHECKING:
     from bayesify.evaluation.report import Report
-
-STRATEGIES = ("auto", "vectorised", "looped")
 
 
 def convert(
@@ -124,13 +122,18 @@ class BayesianModel(nn.Module):
 
     @property
     def strategy(self) -> str:
-        """How draws run: "auto", "vectorised" or "looped". All give the same to rounding."""
+        """How draws run; all ways give the same to rounding.
+
+        "looped" calls the network for one draw after another, "vectorised" for all at once.
+        "folded" and "stacked" do so with its tape: see `bayesify.tape`. "auto", the default, takes
+        what is fastest, measured once for each shape of input.
+        """
         return self.runner.strategy
 
     @strategy.setter
     def strategy(self, value: str) -> None:
-        if value not in STRATEGIES:
-            raise SettingError(f"strategy={value!r} must be one of {', '.join(STRATEGIES)}.")
+        if value not in ("auto", *STRATEGIES):
+            raise SettingError(f"strategy={value!r} must be one of auto, {', '.join(STRATEGIES)}.")
         self.runner.strategy = value
 
     @property

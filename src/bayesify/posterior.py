@@ -165,10 +165,20 @@ class Posterior(nn.Module, ABC):
         self.statistics = NamedTensors(statistics, trainable=False)
 
     def draws(self, seed: int, indices: Sequence[int]) -> Draws:
-        """The draws `indices` of a seed, stacked; components take turns."""
+        """The draws `indices` of a seed, stacked; components take turns.
+
+        A component's draws come in pairs with opposite noise: what a prediction owes to the noise
+        in first order cancels within a pair, so that fewer draws do (antithetic variates).
+        """
         anchor = next(chain(self.parameters(), self.buffers()), torch.empty(0))
-        noise = normals(self.shapes(), seed=seed, indices=indices)
-        moved = {name: value.to(anchor.device) for name, value in noise.items()}
+        mirrored = [index // self.components % 2 for index in indices]
+        originals = [i - self.components * odd for i, odd in zip(indices, mirrored, strict=True)]
+        noise = normals(self.shapes(), seed=seed, indices=originals)
+        sign = 1.0 - 2.0 * torch.tensor(mirrored)
+        moved = {
+            name: (value * sign.view(-1, *[1] * (value.ndim - 1))).to(anchor.device)
+            for name, value in noise.items()
+        }
         component = torch.tensor(list(indices), device=anchor.device) % self.components
         drawn: Draws = self(component, moved)
         return drawn

@@ -1,4 +1,4 @@
-"""Running a network at many draws: private copies, vectorised, looped, chunked to a budget.
+"""Running a network at many draws: private copies, strategies, chunks within a memory budget.
 
 `torch.func.functional_call` swaps tensors inside the module while it runs, so it never runs on the
 user's instance: every thread has a structural copy of its own, which shares the weights' storage.
@@ -6,9 +6,11 @@ user's instance: every thread has a structural copy of its own, which shares the
 
 import copy
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +23,35 @@ from bayesify.batches import Inputs
 from bayesify.errors import BayesifyError, BayesifyWarning, DataError, UnsupportedNetworkError
 from bayesify.posterior import Draws
 from bayesify.sites import slots
+from bayesify.tape import CannotTapeError, Recorder, Tape
 
 MEMORY_BUDGET = 1 << 30
 LARGEST_BATCH = 256
-# Measured on ResNet-20, 2 cores: beyond this batch a vectorised pass outgrows the cache and a loop
-# is faster, unless draws share a trunk that a loop would run again for each of them.
-VECTORISED_BATCH = 8
+# What runs at once should stay near the processor: this many bytes, or this many examples.
+CACHE = 1 << 24
+FEW_EXAMPLES = 8
+# Draws below which finding the fastest way costs more than it wins, and by which it is found.
+WORTH_MEASURING = 4
+# Results of several draws are handed on together, up to this many numbers.
+TOGETHER = 1 << 16
+STRATEGIES = ("looped", "vectorised", "folded", "stacked")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How draws run.
+
+    Args:
+        strategy: "looped" or "vectorised" calls the network; "folded" or "stacked" plays its tape,
+            for one draw after another or for several together.
+        chunk: How many draws run together.
+        tape: The network's tape.
+    """
+
+    strategy: str
+    chunk: int = 1
+    tape: Tape | None = None
+
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -99,7 +124,7 @@ class Runner:
         read: Turns what the network returns into one tensor `[B, ...]`.
         shared: Tensors that take the place of the network's own in every draw.
         shares_trunk: Whether layers stand before the first random one.
-        strategy: "vectorised", "looped", or "auto".
+        strategy: One of `STRATEGIES`, or "auto": what is fastest, measured once for each shape.
         adapting: Whether normalisation layers use each batch's statistics, and update their own.
     """
 
@@ -120,6 +145,8 @@ class Runner:
         self.strategy = strategy
         self._vmaps: dict[tuple[bool, bool, str], bool] = {}
         self._bytes: dict[str, int] = {}
+        self._tapes: dict[str, Tape | None] = {}
+        self._ways: dict[tuple[str, str, int, int], Way] = {}
 
     def plain(self, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """Runs the network at one draw, `[B, ...]`.
@@ -145,36 +172,133 @@ class Runner:
         Yields:
             Outputs of consecutive draws, stacked `[s, B, ...]`, as many at a time as memory allows.
         """
-        count = _count(draws)
-        chunk = self.chunk(draws, inputs, count, memory_budget)
-        for start in range(0, count, chunk):
-            part = {name: value[start : start + chunk] for name, value in draws.items()}
-            if chunk == 1:
-                yield self.plain({n: v[0] for n, v in part.items()}, inputs).unsqueeze(0)
-            else:
-                yield self._vectorised(part, inputs, paired=False)
+        budget = MEMORY_BUDGET if memory_budget is None else memory_budget
+        way = self.way(draws, inputs, budget)
+        kept: list[Tensor] = []
+        for output in self._run(way, draws, inputs):
+            kept.append(output)
+            if len(kept) * output.numel() >= TOGETHER:
+                yield torch.cat(kept)
+                kept = []
+        if kept:
+            yield torch.cat(kept)
 
     def paired(self, draws: Draws, groups: Inputs) -> Tensor:
         """Runs draw g on group g of the inputs, `[G, b, ...]`, vectorised."""
         return self._vectorised(draws, groups, paired=True)
 
-    def chunk(
-        self, draws: Draws, inputs: Inputs, count: int, memory_budget: int | None = None
-    ) -> int:
-        """How many draws run at once: 1 is a loop."""
-        vectorise = self.strategy == "vectorised" or (
-            self.strategy == "auto" and (self.shares_trunk or len(inputs) <= VECTORISED_BATCH)
-        )
-        if not draws or count == 1 or not vectorise or not self.can_vectorise(draws, inputs):
-            return 1
-        budget = MEMORY_BUDGET if memory_budget is None else memory_budget
+    def way(self, draws: Draws, inputs: Inputs, memory_budget: int = MEMORY_BUDGET) -> Way:
+        """How these draws run: as `strategy` says, or the fastest way."""
+        count = _count(draws)
+        if not draws or count == 1:
+            return Way("looped")
+        if self.strategy != "auto":
+            return self._within(self.strategy, draws, inputs, memory_budget)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(_device_type(draws)):
+            together = self.shares_trunk or len(inputs) <= FEW_EXAMPLES
+            strategy = "vectorised" if together else "looped"
+            return self._within(strategy, draws, inputs, memory_budget)
+        if count < WORTH_MEASURING:
+            return Way("looped")
+        situation = (inputs.describe(), ",".join(draws), count, memory_budget)
+        if situation not in self._ways:
+            self._ways[situation] = self._fastest(draws, inputs, memory_budget)
+        return self._ways[situation]
+
+    def _within(self, strategy: str, draws: Draws, inputs: Inputs, memory_budget: int) -> Way:
+        """The way of a strategy that keeps to the budget; where it cannot go, a loop."""
+        if strategy == "looped":
+            return Way(strategy)
+        if strategy == "vectorised":
+            if not self.can_vectorise(draws, inputs):
+                return Way("looped")
+            return Way(strategy, self._chunk(draws, inputs, memory_budget))
+        tape = self._tape(draws, inputs)
+        if tape is None:
+            return Way("looped")
+        if strategy == "folded":
+            return Way(strategy, 1, tape)
+        near = CACHE // self.bytes_per_example(draws, inputs)
+        chunk = -(-max(near, FEW_EXAMPLES) // len(inputs))
+        return Way(strategy, min(max(2, chunk), self._chunk(draws, inputs, memory_budget)), tape)
+
+    def _chunk(self, draws: Draws, inputs: Inputs, memory_budget: int) -> int:
+        """How many draws can run together."""
         needed = self.bytes_per_example(draws, inputs) * len(inputs)
-        return max(1, min(count, budget // max(1, needed)))
+        return max(1, min(_count(draws), memory_budget // max(1, needed)))
+
+    def _fastest(self, draws: Draws, inputs: Inputs, memory_budget: int) -> Way:
+        taped = self._tape(draws, inputs) is not None
+        strategies = ("folded", "stacked") if taped else ("looped", "vectorised")
+        few = {name: value[:WORTH_MEASURING] for name, value in draws.items()}
+        seconds: dict[Way, float] = {}
+        for strategy in strategies:
+            way = self._within(strategy, draws, inputs, memory_budget)
+            if way in seconds:
+                continue
+            try:
+                started = time.perf_counter()
+                for _ in self._run(way, few, inputs):
+                    pass
+                seconds[way] = time.perf_counter() - started
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                continue  # no vmap rule for something on the tape
+        return min(seconds, key=lambda way: seconds[way])
+
+    def _run(self, way: Way, draws: Draws, inputs: Inputs) -> Iterator[Tensor]:
+        if way.tape is not None:
+            yield from way.tape.play(draws, inputs, self.shared(), chunk=way.chunk)
+            return
+        for start in range(0, _count(draws), way.chunk):
+            part = {name: value[start : start + way.chunk] for name, value in draws.items()}
+            if way.chunk == 1:
+                yield self.plain({n: v[0] for n, v in part.items()}, inputs).unsqueeze(0)
+            else:
+                yield self._vectorised(part, inputs, paired=False)
+
+    def _tape(self, draws: Draws, inputs: Inputs) -> Tape | None:
+        """The network's tape for inputs of this shape, made and tried once; None if it has none."""
+        others = [v for v in (*inputs.args, *inputs.kwargs.values()) if not isinstance(v, Tensor)]
+        situation = f"{inputs.describe()} {','.join(draws)} {others!r}"
+        if situation not in self._tapes:
+            try:
+                tape = self._record(draws, inputs)
+                self._tapes[situation] = tape if self._agrees(tape, draws, inputs) else None
+            except torch.OutOfMemoryError:
+                raise
+            except (CannotTapeError, RuntimeError):
+                self._tapes[situation] = None
+        return self._tapes[situation]
+
+    def _record(self, draws: Draws, inputs: Inputs) -> Tape:
+        # Of its own: what a network may store away as it runs here is no ordinary tensor.
+        network = private_copy(self.replicas.network)
+        own = {name: value[0] for name, value in draws.items()}
+        named = {**self.shared(), **own}
+        with torch.inference_mode(), Recorder(named, list(own), inputs.tensors()) as recorder:
+            result = self._call(network, own, inputs, shared=named)
+        return recorder.tape(result)
+
+    def _agrees(self, tape: Tape, draws: Draws, inputs: Inputs) -> bool:
+        """Whether the tape does on other inputs what the network does."""
+        other = inputs.map_batched(_altered)
+        two = {name: value[torch.arange(2) % len(value)] for name, value in draws.items()}
+        with torch.no_grad():
+            wanted = torch.cat(list(self._run(Way("looped"), two, other)))
+            played = torch.cat(list(self._run(Way("folded", 1, tape), two, other)))
+        if wanted.shape != played.shape or wanted.dtype not in (torch.float32, torch.float64):
+            return False
+        scale = wanted.abs().amax().item()
+        return bool((wanted - played).abs().amax() <= 1e-4 * scale)
 
     def batch_size(self, draws: Draws, inputs: Inputs, memory_budget: int | None = None) -> int:
         """How many examples one draw can run on within the budget."""
         budget = MEMORY_BUDGET if memory_budget is None else memory_budget
-        return max(1, min(LARGEST_BATCH, budget // self.bytes_per_example(draws, inputs)))
+        needed = self.bytes_per_example(draws, inputs)
+        near = max(FEW_EXAMPLES, CACHE // needed)
+        return max(1, min(LARGEST_BATCH, near, budget // needed))
 
     def bytes_per_example(self, draws: Draws, inputs: Inputs) -> int:
         """Peak memory of one draw on one example, measured once for each shape of input."""
@@ -239,8 +363,14 @@ class Runner:
         dims = tuple(tree_map(split, argument) for argument in arguments)
         return vmap(run, in_dims=(0, *dims))(draws, *arguments)
 
-    def _call(self, network: nn.Module, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-        values = {**self.shared(), **draw}
+    def _call(
+        self,
+        network: nn.Module,
+        draw: Mapping[str, Tensor],
+        inputs: Inputs,
+        shared: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        values = {**(self.shared() if shared is None else shared), **draw}
         tensors = {place: value for name, value in values.items() for place in self.slots[name]}
         return self.read(
             # Ties are resolved by slots(): torch's own way corrupts modules registered twice.
@@ -296,6 +426,13 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _plain_tensors(item)
+
+
+def _altered(tensor: Tensor) -> Tensor:
+    """Another input of the same kind."""
+    if tensor.is_floating_point():
+        return 0.9 * tensor.roll(1, 0)
+    return tensor.roll(1, 0) if len(tensor) > 1 else tensor.flip(-1)
 
 
 def _count(draws: Mapping[str, Tensor]) -> int:

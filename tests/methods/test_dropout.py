@@ -99,7 +99,7 @@ def test_battery(
 ) -> None:
     network, x = case
     with untouched(network):
-        bnn = bayesify.convert(network, MCDropout(rate=0.3))
+        bnn = bayesify.convert(network, MCDropout(rate=0.03))
         bnn.strategy = "vectorised"
         vectorised = outputs(bnn, x)
         bnn.strategy = "looped"
@@ -264,7 +264,7 @@ def test_padded_batches_of_torchs_transformer(dropout: float) -> None:
     network = Encoder(dropout).eval()
     x = torch.randn(4, 6, 16)
     padding = torch.arange(6) >= torch.tensor([6, 4, 3, 5]).unsqueeze(1)
-    bnn = bayesify.convert(network, MCDropout(rate=0.3))
+    bnn = bayesify.convert(network, MCDropout(rate=0.03))
     bnn.strategy = "looped"
     assert (outputs(bnn, (x, padding)).std(0) > 1e-4).all()
     bnn.noise = 0.0
@@ -299,7 +299,7 @@ def test_fit_keeps_the_better_of_network_and_posterior(
     result = bad.fit(loader, validation=validation, progress=False)
     assert (result.kept, result.steps, bad.noise) == ("network", 0, 0.0)
     assert result.nll == result.network_nll < result.untrained_nll
-    good = bayesify.convert(overconfident(trained), MCDropout(rate=0.1))
+    good = bayesify.convert(overconfident(trained), MCDropout(rate=0.03))
     result = good.fit(loader, validation=validation, progress=False)
     assert (result.kept, good.noise) == ("untrained", 1.0)
     assert result.nll == result.untrained_nll < result.network_nll

@@ -50,6 +50,8 @@ class BayesAdapter(Method):
         ood_radius: Uniform noise, in pixel units, that makes outliers of training images; 0: none.
         lr: Peak learning rate of mu (SGD, Nesterov momentum 0.9, cosine).
         psi_lr: Learning rate of psi, a fifth of it from each quarter of the fit to the next.
+        adapt_statistics: Whether running statistics of normalisation layers follow the training
+            images. Then a batch has one draw, unless `fit(groups=...)` says otherwise.
 
     Example:
         >>> BayesAdapter(draws=8).groups(272_000) is None  # a draw for each example
@@ -67,6 +69,7 @@ class BayesAdapter(Method):
     ood_radius: float = 0.0
     lr: float = 1e-4
     psi_lr: float = 0.1
+    adapt_statistics: bool = False
 
     takes_ood: ClassVar[bool] = True
 
@@ -82,6 +85,11 @@ class BayesAdapter(Method):
     def posterior(self, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> Posterior:
         """N(mu, exp(2 psi)), mu at the checkpoint's values."""
         return MeanField(sites, tensors, self.log_std, self.noise)
+
+    @property
+    def adapts_statistics(self) -> bool:
+        """If asked to."""
+        return self.adapt_statistics
 
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:
         """Means and psi at rates of their own, with the KL's gradients built in."""

@@ -1,0 +1,240 @@
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bayesify
+from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
+from bayesify.batches import as_inputs
+
+aten = torch.ops.aten
+
+
+class Residual(nn.Module):
+    """What residual networks do, in and out of place."""
+
+    def __init__(self, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace)
+        )
+        self.first = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=2)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace)
+        self.head = nn.Linear(8 * 16, 5)
+        self.pool = nn.MaxPool2d(2)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norm2(self.second(self.act(self.norm1(self.first(x)))))
+        if self.inplace:
+            y += x
+        else:
+            y = y + x
+        return self.head(self.pool(self.act(y)).view(len(x), -1))
+
+
+class Attending(nn.Module):
+    """A transformer block, its first token read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.mlp(self.norm2(x))
+        return {"logits": self.head(self.norm3(x)[:, 0])}
+
+
+def shaken(network: nn.Module) -> nn.Module:
+    """A network whose norms do something."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3)
+            module.running_var.uniform_(0.5, 2)
+        if isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
+            nn.init.normal_(module.weight, 1, 0.3)
+            nn.init.normal_(module.bias, 0, 0.3)
+    return network.eval()
+
+
+def tape_of(bnn: BayesianModel, x: Any) -> object:
+    with torch.no_grad():
+        return bnn.runner._tape(bnn.posterior.draws(0, range(4)), as_inputs(x))
+
+
+def agree(bnn: BayesianModel, x: Any) -> None:
+    assert tape_of(bnn, x) is not None
+    bnn.strategy = "looped"
+    looped = bnn.predict(x, keep_draws=True).draws
+    for bnn.strategy in ("folded", "stacked"):
+        torch.testing.assert_close(
+            bnn.predict(x, keep_draws=True).draws, looped, atol=1e-5, rtol=1e-5
+        )
+
+
+METHODS = [
+    ABNN(members=2, draws=6, noise=0.3),
+    BayesAdapter(draws=4, log_std=(-4.0, -3.0)),
+    IBNN(components=2, draws=4, mean_std=0.2),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_residual(method: bayesify.Method, inplace: bool) -> None:
+    network = shaken(Residual(inplace=inplace))
+    x = torch.randn(3, 3, 8, 8)
+    before, weights = x.clone(), copy.deepcopy(network.state_dict())
+    agree(bayesify.convert(network, method), x)
+    assert torch.equal(x, before)
+    assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_attention(method: bayesify.Method) -> None:
+    x = torch.randn(3, 5, 8)
+    agree(bayesify.convert(shaken(Attending()), method), x)
+    mask = torch.rand(3, 1, 5, 5) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+    agree(bayesify.convert(shaken(Attending()), method), {"x": x, "mask": mask})
+
+
+@pytest.mark.parametrize("where", ["norm1.*", "norm2.*", ["stem.1.*", "norm2.*"]])
+def test_some_layers(where: Any) -> None:
+    agree(
+        bayesify.convert(shaken(Residual()), ABNN(noise=0.3), where=where), torch.randn(2, 3, 8, 8)
+    )
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_draws_share_runs_once_and_norms_are_folded() -> None:
+    bnn = bayesify.convert(shaken(Residual()), ABNN(members=1, draws=5), where="norm1.*")
+    bnn.strategy = "folded"
+    x = torch.randn(2, 3, 8, 8)
+    bnn.predict(x)
+    with Counting() as counted:
+        bnn.predict(x)
+    # Stem and first convolution once, the second for each draw, the first norm behind the first
+    # convolution for each draw, the others nowhere.
+    assert counted.calls[aten.convolution.default] == 2 + 5
+    assert counted.calls[aten.native_batch_norm.default] == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
+def test_a_network_that_looks_at_values_is_not_taped() -> None:
+    class Branching(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if y.sum() > 1e9 else y + 1
+
+    x = torch.randn(2, 3, 8, 8)
+    bnn = bayesify.convert(shaken(Branching()))
+    assert tape_of(bnn, x) is None
+    folded = bnn.predict(x)
+    bnn.strategy = "looped"
+    torch.testing.assert_close(folded.probs, bnn.predict(x).probs)
+
+
+def test_a_network_that_leaves_torch_is_not_taped() -> None:
+    class Outside(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            middle = torch.from_numpy(x.detach().numpy().mean((1, 2, 3)))
+            return super().forward(x) * middle[:, None]
+
+    assert tape_of(bayesify.convert(shaken(Outside())), torch.randn(2, 3, 8, 8)) is None
+
+
+def test_a_network_that_is_random_itself_is_not_taped() -> None:
+    class Noisy(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 0.1 * torch.randn_like(x))
+
+    assert tape_of(bayesify.convert(shaken(Noisy())), torch.randn(2, 3, 8, 8)) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
+def test_what_draws_share_is_not_written_over() -> None:
+    class Adding(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            x += self.norm1(self.first(x))
+            return self.head(self.pool(x).flatten(1))
+
+    bnn = bayesify.convert(shaken(Adding()), ABNN(noise=0.3), where="norm1.*")
+    x = torch.randn(2, 3, 8, 8)
+    assert tape_of(bnn, x) is None
+    taped = bnn.predict(x).probs
+    bnn.strategy = "looped"
+    torch.testing.assert_close(taped, bnn.predict(x).probs)
+
+
+def test_a_tape_follows_what_trains() -> None:
+    bnn = bayesify.convert(shaken(Residual()), IBNN(components=2, draws=4))
+    x = torch.randn(2, 3, 8, 8)
+    bnn.strategy = "folded"
+    before = bnn.predict(x).probs
+    with torch.no_grad():
+        for parameter in bnn.parameters():
+            parameter.mul_(1.1)
+    after = bnn.predict(x).probs
+    assert not torch.allclose(before, after, atol=1e-4)
+    bnn.strategy = "looped"
+    torch.testing.assert_close(bnn.predict(x).probs, after, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop")
+def test_predictions_can_be_used_in_training_afterwards() -> None:
+    bnn = bayesify.convert(shaken(Attending()), ABNN(draws=6))
+    x = torch.randn(2, 5, 8)
+    bnn.predict(x)
+    bnn(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in bnn.parameters())
+
+
+def test_other_shapes_have_their_own_tape() -> None:
+    bnn = bayesify.convert(shaken(Attending()), ABNN(noise=0.3))
+    for shape in ((2, 5, 8), (3, 5, 8), (3, 7, 8), (1, 1, 8)):
+        agree(bnn, torch.randn(shape))
+
+
+def test_double() -> None:
+    agree(bayesify.convert(shaken(Residual().double())), torch.randn(2, 3, 8, 8).double())
+
+
+def test_auto_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bnn = bayesify.convert(shaken(Residual()))
+    x = torch.randn(2, 3, 8, 8)
+    found = []
+    fastest = type(bnn.runner)._fastest
+    monkeypatch.setattr(
+        type(bnn.runner), "_fastest", lambda *args: found.append(fastest(*args)) or found[-1]
+    )
+    first = bnn.predict(x)
+    assert torch.equal(bnn.predict(x).probs, first.probs)
+    assert len(found) == 1
+    assert found[0].strategy in ("folded", "stacked")
