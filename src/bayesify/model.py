@@ -367,14 +367,23 @@ class BayesianModel(nn.Module):
     def judge(
         self, batches: Iterable[tuple[Inputs, Any]], *, draws: int, seed: int
     ) -> tuple[float, float | None]:
-        """Mean NLL of labelled batches and, for classes, accuracy."""
+        """Mean NLL of labelled batches and, for classes, accuracy.
+
+        The same to the last bit each time, so that a fit can be repeated: with the strategy "auto"
+        draws run folded, whatever is fastest.
+        """
         losses, hits = [], []
-        for inputs, target in batches:
-            prediction = self.predict(inputs, draws=draws, seed=seed)
-            wanted = self.target_for(prediction, target)
-            losses.append(self.likelihood.nll(prediction.averages, wanted))
-            if self.likelihood.kind == "classes":
-                hits.append((prediction.label == wanted).float().flatten())
+        before = self.strategy
+        self.strategy = "folded" if before == "auto" else before
+        try:
+            for inputs, target in batches:
+                prediction = self.predict(inputs, draws=draws, seed=seed)
+                wanted = self.target_for(prediction, target)
+                losses.append(self.likelihood.nll(prediction.averages, wanted))
+                if self.likelihood.kind == "classes":
+                    hits.append((prediction.label == wanted).float().flatten())
+        finally:
+            self.strategy = before
         accuracy = torch.cat(hits).mean().item() if hits else None
         return torch.cat(losses).mean().item(), accuracy
 

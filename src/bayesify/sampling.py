@@ -216,8 +216,8 @@ class Runner:
         tape = self._tape(draws, inputs)
         if tape is None:
             return Way("looped")
-        if strategy == "folded":
-            return Way(strategy, 1, tape)
+        if strategy == "folded" or not tape.stacks:
+            return Way("folded", 1, tape)
         near = CACHE // self.bytes_per_example(draws, inputs)
         chunk = -(-max(near, FEW_EXAMPLES) // len(inputs))
         return Way(strategy, min(max(2, chunk), self._chunk(draws, inputs, memory_budget)), tape)
@@ -234,17 +234,10 @@ class Runner:
         seconds: dict[Way, float] = {}
         for strategy in strategies:
             way = self._within(strategy, draws, inputs, memory_budget)
-            if way in seconds:
-                continue
-            try:
-                started = time.perf_counter()
-                for _ in self._run(way, few, inputs):
-                    pass
-                seconds[way] = time.perf_counter() - started
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                continue  # no vmap rule for something on the tape
+            started = time.perf_counter()
+            for _ in self._run(way, few, inputs):
+                pass
+            seconds[way] = time.perf_counter() - started
         return min(seconds, key=lambda way: seconds[way])
 
     def _run(self, way: Way, draws: Draws, inputs: Inputs) -> Iterator[Tensor]:
@@ -265,10 +258,10 @@ class Runner:
         if situation not in self._tapes:
             try:
                 tape = self._record(draws, inputs)
-                self._tapes[situation] = tape if self._agrees(tape, draws, inputs) else None
-            except torch.OutOfMemoryError:
-                raise
-            except (CannotTapeError, RuntimeError):
+                good = self._agrees(Way("folded", 1, tape), draws, inputs)
+                tape.stacks = good and self._agrees(Way("stacked", 2, tape), draws, inputs)
+                self._tapes[situation] = tape if good else None
+            except CannotTapeError:
                 self._tapes[situation] = None
         return self._tapes[situation]
 
@@ -281,13 +274,18 @@ class Runner:
             result = self._call(network, own, inputs, shared=named)
         return recorder.tape(result)
 
-    def _agrees(self, tape: Tape, draws: Draws, inputs: Inputs) -> bool:
-        """Whether the tape does on other inputs what the network does."""
+    def _agrees(self, way: Way, draws: Draws, inputs: Inputs) -> bool:
+        """Whether playing the tape for other inputs gives what the network gives."""
         other = inputs.map_batched(_altered)
         two = {name: value[torch.arange(2) % len(value)] for name, value in draws.items()}
         with torch.no_grad():
             wanted = torch.cat(list(self._run(Way("looped"), two, other)))
-            played = torch.cat(list(self._run(Way("folded", 1, tape), two, other)))
+            try:
+                played = torch.cat(list(self._run(way, two, other)))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # something on the tape has no vmap rule, for instance
+                return False
         if wanted.shape != played.shape or wanted.dtype not in (torch.float32, torch.float64):
             return False
         scale = wanted.abs().amax().item()

@@ -162,7 +162,12 @@ class Tape:
         named: Slots of the tensors that draws, or what draws share, put into the network.
         inputs: Slots of the inputs.
         result: Slot of the network's output.
+
+    Attributes:
+        stacks: Whether draws can run together; found out by who made the tape.
     """
+
+    stacks = False
 
     def __init__(
         self,
