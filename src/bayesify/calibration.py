@@ -19,7 +19,6 @@ MOST_EXAMPLES = 5000
 SEARCH_EXAMPLES = 1000
 LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
 POSITIONS = 1024  # of a dense output, that count
-HALVINGS = 2  # of the interval in which the strongest noise is looked for
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
 
 
@@ -44,16 +43,7 @@ class Calibration:
 class _Trial:
     noise: float
     temperature: float
-    losses: Tensor
-
-    @property
-    def nll(self) -> float:
-        return self.losses.mean().item()
-
-    def as_good_as(self, best: "_Trial") -> bool:
-        """Whether it is worse by no more than one standard error of the difference."""
-        differences = self.losses - best.losses
-        return self.nll - best.nll <= differences.std().item() / math.sqrt(len(differences))
+    nll: float
 
 
 class Search:
@@ -66,9 +56,7 @@ class Search:
 
     Noise and temperature can stand in for each other: strong noise with draws sharpened to mere
     votes is as likely as less noise with draws that know doubt, and tells strange inputs apart
-    worse. So with noise the temperature is at least 1, or what the network itself asks for. And
-    where the data cannot tell two strengths apart, within one standard error, the stronger is
-    taken: a temperature doubts all inputs alike, noise those that the network is not sure of.
+    worse. So with noise the temperature is at least 1, or what the network itself asks for.
     """
 
     def __init__(
@@ -90,17 +78,13 @@ class Search:
             self.coldest = min(1.0, quiet.temperature)
             noisy = quiet
             if self.model.posterior.varies():
-                likeliest, strongest = self._search(before)
-                noisy = self._try(strongest, everything=True)
-                if noisy.nll > quiet.nll:
-                    noisy = self._try(likeliest, everything=True)
+                noisy = self._try(self._search(before), everything=True)
         finally:
             self.model.noise = before
         best = min(quiet, noisy, key=lambda trial: trial.nll)
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
-    def _search(self, start: float) -> tuple[float, float]:
-        """The noise with the lowest NLL, and the strongest that the data cannot tell from it."""
+    def _search(self, start: float) -> float:
         start = start or self.model.method.noise or 0.1
         trials = {0: self._try(start)}
         for direction in (1, -1):
@@ -114,19 +98,10 @@ class Search:
                 break  # larger noise was better than the start: no need to look below it
         lowest = min(trials, key=lambda position: trials[position].nll)
         if lowest - 1 not in trials or lowest + 1 not in trials:
-            return trials[lowest].noise, trials[lowest].noise
+            return trials[lowest].noise
         left, middle, right = (trials[lowest + step].nll for step in (-1, 0, 1))
         vertex = lowest + 0.5 * (left - right) / max(left - 2 * middle + right, 1e-12)
-        likeliest = start * 2 ** (max(lowest - 1.0, min(lowest + 1.0, vertex)) / 2)
-        best = self._try(likeliest)
-        weakest, strongest = likeliest, trials[lowest + 1].noise
-        for _ in range(HALVINGS):
-            between = math.sqrt(weakest * strongest)
-            if self._try(between).as_good_as(best):
-                weakest = between
-            else:
-                strongest = between
-        return likeliest, weakest
+        return float(start * 2 ** (max(lowest - 1.0, min(lowest + 1.0, vertex)) / 2))
 
     @torch.no_grad()
     def _try(self, noise: float, *, everything: bool = False) -> _Trial:
@@ -144,15 +119,10 @@ class Search:
             kept += output.numel()
             if kept > LARGEST_OUTPUT or (not everything and seen >= SEARCH_EXAMPLES):
                 break
-        likelihood, output, wanted = (
-            self.model.likelihood,
-            torch.cat(outputs, 1),
-            torch.cat(targets),
+        temperature, nll = best_temperature(
+            self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets), self.coldest
         )
-        temperature, _ = best_temperature(likelihood, output, wanted, self.coldest)
-        return _Trial(
-            noise, temperature, _losses(likelihood, output, wanted, temperature).flatten()
-        )
+        return _Trial(noise, temperature, nll)
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -178,7 +148,9 @@ def best_temperature(
     from scipy.optimize import minimize_scalar
 
     def nll(log_temperature: float) -> float:
-        return _losses(likelihood, outputs, target, math.exp(log_temperature)).mean().item()
+        tempered = likelihood.temper(outputs, math.exp(log_temperature))
+        averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
+        return likelihood.nll(averages, target).mean().item()
 
     def penalised(log_temperature: float) -> float:
         return nll(log_temperature) + (log_temperature / TEMPERATURE_SPREAD) ** 2 / 2 / len(target)
@@ -188,11 +160,3 @@ def best_temperature(
     if nll(0.0) <= found.fun:
         return 1.0, nll(0.0)
     return math.exp(found.x), nll(found.x)
-
-
-def _losses(
-    likelihood: "Likelihood", outputs: Tensor, target: Tensor, temperature: float
-) -> Tensor:
-    tempered = likelihood.temper(outputs, temperature)
-    averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
-    return likelihood.nll(averages, target)

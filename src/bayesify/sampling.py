@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ WORTH_MEASURING = 4
 # Results of several draws are handed on together, up to this many numbers.
 TOGETHER = 1 << 16
 STRATEGIES = ("looped", "vectorised", "folded", "stacked")
+# What was found fastest in this process, so that networks of one kind are run in one way.
+FASTEST: dict[tuple[str, str, str, int, int], str] = {}
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Runner:
         self._vmaps: dict[tuple[bool, bool, str], bool] = {}
         self._bytes: dict[str, int] = {}
         self._tapes: dict[str, Tape | None] = {}
-        self._ways: dict[tuple[str, str, int, int], Way] = {}
+        self._kind = _kind(network)
 
     def plain(self, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """Runs the network at one draw, `[B, ...]`.
@@ -200,10 +203,10 @@ class Runner:
             return self._within(strategy, draws, inputs, memory_budget)
         if count < WORTH_MEASURING:
             return Way("looped")
-        situation = (inputs.describe(), ",".join(draws), count, memory_budget)
-        if situation not in self._ways:
-            self._ways[situation] = self._fastest(draws, inputs, memory_budget)
-        return self._ways[situation]
+        situation = (self._kind, inputs.describe(), ",".join(draws), count, torch.get_num_threads())
+        if situation not in FASTEST:
+            FASTEST[situation] = self._fastest(draws, inputs, memory_budget)
+        return self._within(FASTEST[situation], draws, inputs, memory_budget)
 
     def _within(self, strategy: str, draws: Draws, inputs: Inputs, memory_budget: int) -> Way:
         """The way of a strategy that keeps to the budget; where it cannot go, a loop."""
@@ -227,18 +230,19 @@ class Runner:
         needed = self.bytes_per_example(draws, inputs) * len(inputs)
         return max(1, min(_count(draws), memory_budget // max(1, needed)))
 
-    def _fastest(self, draws: Draws, inputs: Inputs, memory_budget: int) -> Way:
+    def _fastest(self, draws: Draws, inputs: Inputs, memory_budget: int) -> str:
+        """Which strategy is, tried with a few draws."""
         taped = self._tape(draws, inputs) is not None
         strategies = ("folded", "stacked") if taped else ("looped", "vectorised")
         few = {name: value[:WORTH_MEASURING] for name, value in draws.items()}
-        seconds: dict[Way, float] = {}
+        seconds = {}
         for strategy in strategies:
             way = self._within(strategy, draws, inputs, memory_budget)
             started = time.perf_counter()
             for _ in self._run(way, few, inputs):
                 pass
-            seconds[way] = time.perf_counter() - started
-        return min(seconds, key=lambda way: seconds[way])
+            seconds[strategy] = time.perf_counter() - started
+        return min(seconds, key=lambda strategy: seconds[strategy])
 
     def _run(self, way: Way, draws: Draws, inputs: Inputs) -> Iterator[Tensor]:
         if way.tape is not None:
@@ -424,6 +428,12 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _plain_tensors(item)
+
+
+def _kind(network: nn.Module) -> str:
+    """What networks of the same architecture have in common."""
+    tensors = chain(network.named_parameters(), network.named_buffers())
+    return f"{type(network)} {[(n, tuple(t.shape), t.dtype, t.device) for n, t in tensors]}"
 
 
 def _altered(tensor: Tensor) -> Tensor:

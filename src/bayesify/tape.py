@@ -12,7 +12,8 @@ for other inputs and comparing (see `sampling.Runner`).
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ aten = torch.ops.aten
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 BATCH_NORM = aten.batch_norm.default
 IN_PLACE = {aten.relu.default: aten.relu_.default, aten.add.Tensor: aten.add_.Tensor}
+# What does to each row of a sequence `[B, N, C]` the same as to the others.
+BY_ROW = (
+    aten.linear.default,
+    aten.layer_norm.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.silu.default,
+    aten.add.Tensor,
+    aten.mul.Tensor,
+)
 # What writes its result into new memory, and keeps no other view of it.
 FRESH = (*CONVOLUTIONS, BATCH_NORM, aten.linear.default, *IN_PLACE)
 
@@ -162,6 +173,7 @@ class Tape:
         named: Slots of the tensors that draws, or what draws share, put into the network.
         inputs: Slots of the inputs.
         result: Slot of the network's output.
+        shapes: What shape each slot's tensor had.
 
     Attributes:
         stacks: Whether draws can run together; found out by who made the tape.
@@ -176,12 +188,13 @@ class Tape:
         named: Mapping[str, int],
         inputs: Sequence[int],
         result: int,
+        shapes: Sequence[torch.Size],
     ) -> None:
         self._constants = constants
         self._named = named
         self._inputs = inputs
         self._result = result
-        self._slots = 1 + max([n for step in steps for n in (*step.results, *step.reads())])
+        steps, self._slots = _one_row(steps, shapes, inputs, result)
         self._norms: list[tuple[Step, Step]] = []
         steps = self._fold_norms(steps)
         _overwrite(steps, result)
@@ -333,7 +346,8 @@ class Recorder(TorchDispatchMode):
         number = self._slots.get(id(result), -1)
         if number not in self._made or number not in self._random:
             raise CannotTapeError("the output does not come from a draw by operations of torch")
-        return Tape(self._steps, self._constants, self._named, self._inputs, number)
+        shapes = [tensor.shape for tensor in self._alive]
+        return Tape(self._steps, self._constants, self._named, self._inputs, number, shapes)
 
     def _slot(self, tensor: Tensor) -> int:
         if id(tensor) not in self._slots:
@@ -366,6 +380,71 @@ def _check(func: Any, result: Any) -> None:
         raise CannotTapeError(f"{func} is random")
     if not all(isinstance(output, Tensor) for output in tree_iter(result)):
         raise CannotTapeError(f"{func} does not return tensors alone")
+
+
+def _one_row(
+    steps: list[Step], shapes: Sequence[torch.Size], inputs: Sequence[int], result: int
+) -> tuple[list[Step], int]:
+    """Where a sequence's one row is all that is read, such as a class token, computes no other.
+
+    The picking of that row moves up before what is done to every row alike. Returns the steps and
+    the number of slots they use.
+    """
+
+    def pick(number: int, *, random: bool = False) -> Step:
+        args = (Slot(number), *picks[0].args[1:])
+        return Step(aten.select.int, args, {}, [rows[number]], random, alike=False)
+
+    picks = [step for step in steps if _picks_row(step, shapes)]
+    rows = {step.args[0].number: step.results[0] for step in picks}
+    if len({step.args[2] for step in picks}) != 1 or len(rows) < len(picks):
+        return steps, len(shapes)
+    numbers = count(len(shapes))
+    whole = {result}
+    backwards: list[Step] = []
+    for step in reversed(steps):
+        made = step.results[0]
+        if step in picks:
+            continue
+        if made in rows and made not in whole and _by_row(step, shapes):
+            for number in (n for _, n in step.places if len(shapes[n]) == 3):
+                rows[number] = rows.get(number) or next(numbers)
+            args = tree_map(
+                lambda v: Slot(rows.get(v.number, v.number)) if isinstance(v, Slot) else v,
+                step.args,
+            )
+            backwards.append(replace(step, args=args, results=[rows[made]]))
+            continue
+        whole.update(step.reads())
+        backwards += [pick(n, random=step.random) for n in step.results if n in rows]
+        backwards.append(step)
+    others = rows.keys() - {number for step in steps for number in step.results}
+    if not others <= set(inputs):
+        return steps, len(shapes)  # rows of a weight: left as they are
+    return [pick(number) for number in others] + backwards[::-1], next(numbers)
+
+
+def _picks_row(step: Step, shapes: Sequence[torch.Size]) -> bool:
+    return (
+        step.function is aten.select.int
+        and step.args[1] == 1
+        and len(shapes[step.args[0].number]) == 3
+    )
+
+
+def _by_row(step: Step, shapes: Sequence[torch.Size]) -> bool:
+    """Whether a step's result `[B, N, C]` has rows that come from the same rows of its operands."""
+    if step.function not in BY_ROW or step.nested:
+        return False
+    first = shapes[step.places[0][1]]
+    if len(first) != 3:
+        return False
+    if step.function is aten.layer_norm.default:
+        return len(step.args[1]) == 1
+    if step.function is aten.linear.default:
+        return True
+    rest = [shapes[number] for _, number in step.places[1:]]
+    return all(len(shape) < 2 or shape == first for shape in rest)
 
 
 def _portable(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
