@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
+BENCH := .venv-bench/.installed
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
 
@@ -12,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck wheel-check clean
+.PHONY: help demo test lint format typecheck wheel-check bench-speed clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +40,11 @@ wheel-check: $(CORE) ## Build the wheel, install it in a fresh environment and r
 	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(BIN)/python scripts/check_wheel.py dist .venv-wheel
 
+bench-speed: $(BENCH) ## Measure the speed of predictions beside the peers' (half an hour, quiet machine)
+	.venv-bench/bin/python benchmarks/speed.py
+
 clean: ## Remove the virtual environments and everything built
-	rm -rf $(VENV) .venv-wheel dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-wheel .venv-bench dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -56,4 +60,11 @@ $(CORE): pyproject.toml constraints.txt scripts/prepare_venv.py $(wildcard scrip
 
 $(DEV): $(CORE)
 	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(BENCH): pyproject.toml constraints.txt benchmarks/requirements.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python $(PIP_INSTALL) -e .
+	.venv-bench/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/requirements.txt
+	.venv-bench/bin/python scripts/prepare_venv.py
 	@touch $@

@@ -1,0 +1,313 @@
+"""How much 12 draws cost, as multiples of one plain forward of the same network, and how peers do.
+
+    make bench-speed            # builds .venv-bench with the peers, and runs everything
+    python benchmarks/speed.py [PART ...]
+
+PART is table (the rows of the README), peers, memory, growth or fit; all by default. Everything is
+measured in turn, several times over, with a plain forward of the network in every turn: medians of
+the ratios to it, and their quartiles. `predict` is the whole public call, with the strategy that it
+chose for itself; it is warm, so that taping and measuring, once for each shape, are not counted but
+stated. Networks have random weights: they do not change the cost. Writes
+benchmarks/results/speed.json part by part, and prints Markdown; --table prints that of an earlier
+run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesify
+from bayesify import ABNN, BayesianModel
+from bayesify.batches import as_inputs
+from bayesify.sampling import PeakMemory
+from bayesify.zoo import CifarResNet
+
+FILE = Path(__file__).parent / "results" / "speed.json"
+DRAWS = 12
+TWO_BLOCKS = ["blocks.10.*", "blocks.11.*", "norm.*"]
+# Name, network, image size, which norms are random, and by batch size what we are out to reach.
+ROWS: list[tuple[str, str, int, Any, dict[int, float]]] = [
+    ("ResNet-20, every norm random", "resnet20", 32, None, {1: 4, 8: 6, 128: 6}),
+    ("ResNet-20, last block random", "resnet20", 32, "layer3.2.*", {1: 1.5, 8: 1.3, 128: 1.2}),
+    ("ResNet-50 (224), every norm", "resnet50", 224, None, {1: 10, 8: 9}),
+    ("ResNet-50 (224), last block", "resnet50", 224, "layer4.2.*", {1: 1.4, 8: 1.4}),
+    ("ViT-S/16 (224), last two blocks", "vit_small_patch16_224", 224, TWO_BLOCKS, {1: 1.8, 8: 2.4}),
+]
+
+
+def build(name: str) -> nn.Module:
+    if name.startswith("resnet") and (int(name[6:]) - 2) % 6 == 0 and name != "resnet50":
+        network: nn.Module = CifarResNet((int(name[6:]) - 2) // 6)
+    else:
+        import timm
+
+        network = timm.create_model(name)
+    return network.eval()
+
+
+def bayesian(network: nn.Module, x: Tensor, where: Any, draws: int = DRAWS) -> BayesianModel:
+    return bayesify.convert(
+        network, ABNN(members=3 if draws % 3 == 0 else 1, draws=draws), where=where, example=x[:1]
+    )
+
+
+def in_turn(ways: dict[str, Callable[[], object]], seconds: float = 20.0) -> dict[str, Any]:
+    """Runs all ways in turn until time is up, and compares each turn with its "plain"."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.no_grad():
+        for way in ways.values():
+            way()
+        started = time.monotonic()
+        while len(times["plain"]) < 3 or (
+            time.monotonic() - started < seconds and len(times["plain"]) < 60
+        ):
+            for name, way in ways.items():
+                before = time.perf_counter()
+                way()
+                times[name].append(time.perf_counter() - before)
+    plain = times.pop("plain")
+    found: dict[str, Any] = {"plain_ms": 1e3 * statistics.median(plain), "turns": len(plain)}
+    for name, own in times.items():
+        ratios = [mine / base for mine, base in zip(own, plain, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found[name] = {"ratio": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
+    return found
+
+
+def predicting(bnn: BayesianModel, x: Tensor) -> tuple[Callable[[], object], dict[str, Any]]:
+    """A warm `predict`, and what the first call cost and chose."""
+    started = time.perf_counter()
+    bnn.predict(x)
+    first = time.perf_counter() - started
+    with torch.no_grad():
+        drawn = bnn.posterior.draws(0, range(bnn.method.draws))
+        size = bnn.runner.batch_size(drawn, as_inputs(x))
+        way = bnn.runner.way(drawn, as_inputs(x[:size]))
+    chosen = {"strategy": way.strategy, "chunk": way.chunk, "part": min(size, len(x))}
+    return lambda: bnn.predict(x), {"first_call_s": round(first, 2), **chosen}
+
+
+def table() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for title, name, size, where, goals in ROWS:
+        network = build(name)
+        for batch, goal in goals.items():
+            x = torch.randn(batch, 3, size, size)
+            bnn = bayesian(network, x, where)
+            predict, chosen = predicting(bnn, x)
+            looped = bayesian(network, x, where)
+            looped.strategy = "looped"
+            found = in_turn(
+                {
+                    "plain": lambda network=network, x=x: network(x),
+                    "predict": predict,
+                    "loop": lambda looped=looped, x=x: looped.predict(x),
+                }
+            )
+            difference = (bnn.predict(x).probs - looped.predict(x).probs).abs().max().item()
+            results[f"{title} | batch {batch}"] = {
+                "goal": goal, **found, **chosen, "difference_from_loop": difference
+            }  # fmt: skip
+            print(f"{title}, batch {batch}: {results[f'{title} | batch {batch}']}", flush=True)
+    return results
+
+
+def peers() -> dict[str, Any]:
+    results = {}
+    for batch in (1, 8, 128):
+        x = torch.randn(batch, 3, 32, 32)
+        network = build("resnet20")
+        ways: dict[str, Callable[[], object]] = {"plain": lambda network=network, x=x: network(x)}
+        ways["bayesify, every norm"], _ = predicting(bayesian(network, x, None), x)
+        ways["bayesify, last block"], _ = predicting(bayesian(network, x, "layer3.2.*"), x)
+        for name, make in (
+            ("deep ensemble of 12", ensemble),
+            ("torch-uncertainty ABNN", torch_uncertainty_abnn),
+            ("bayesian-torch, MOPED", bayesian_torch_moped),
+            ("laplace-torch, last layer", laplace_last_layer),
+        ):
+            ways[name] = make(build("resnet20"), x)
+        results[f"batch {batch}"] = in_turn(ways, seconds=40)
+        print(f"batch {batch}: {results[f'batch {batch}']}", flush=True)
+    return results
+
+
+def ensemble(network: nn.Module, x: Tensor) -> Callable[[], object]:
+    members = [network, *(build("resnet20") for _ in range(DRAWS - 1))]
+    return lambda: torch.stack([member(x).softmax(1) for member in members]).mean(0)
+
+
+def torch_uncertainty_abnn(network: nn.Module, x: Tensor) -> Callable[[], object]:
+    from torch_uncertainty.post_processing import abnn  # type: ignore
+
+    theirs = abnn.ABNN(
+        num_classes=10, random_prior=1.0, alpha=0.1, num_models=3, num_samples=4, base_lr=1e-3,
+        device="cpu", max_epochs=1, use_original_model=False, model=network,
+    )  # fmt: skip
+    data = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
+    with torch.enable_grad():
+        theirs.fit(DataLoader(data, 8))
+    theirs.eval()
+    return lambda: theirs(x)
+
+
+def bayesian_torch_moped(network: nn.Module, x: Tensor) -> Callable[[], object]:
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn  # type: ignore
+
+    settings = {
+        "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0,
+        "posterior_rho_init": -3.0, "type": "Reparameterization",
+        "moped_enable": True, "moped_delta": 0.1,
+    }  # fmt: skip
+    dnn_to_bnn(network, settings)
+    network.eval()
+    return lambda: torch.stack([network(x).softmax(1) for _ in range(DRAWS)]).mean(0)
+
+
+def laplace_last_layer(network: nn.Module, x: Tensor) -> Callable[[], object]:
+    from laplace import Laplace  # type: ignore
+
+    data = TensorDataset(torch.randn(256, 3, 32, 32), torch.randint(10, (256,)))
+    with torch.enable_grad():
+        fitted = Laplace(network, "classification", subset_of_weights="last_layer")
+        fitted.fit(DataLoader(data, 64))
+    return lambda: fitted(x, pred_type="nn", link_approx="mc", n_samples=DRAWS)
+
+
+def memory() -> dict[str, Any]:
+    """Peak memory of tensors: predict with its default budget, against a plain forward."""
+    results = {}
+    for name, size, batches in (("resnet20", 32, (64, 256)), ("resnet50", 224, (64,))):
+        network = build(name)
+        for batch in batches:
+            x = torch.randn(batch, 3, size, size)
+            with torch.no_grad(), PeakMemory() as plain:
+                network(x)
+            row = {"plain_MB": plain.peak / 1e6}
+            for draws in (12, 48):
+                bnn = bayesian(network, x, None, draws)
+                with PeakMemory() as used:
+                    bnn.predict(x)
+                row[f"{draws} draws"] = round(used.peak / plain.peak, 2)
+            results[f"{name}, batch {batch}"] = row
+            print(name, batch, row, flush=True)
+    return results
+
+
+def growth() -> dict[str, Any]:
+    """Cost against draws, batch, network and image size, and the slope in log-log."""
+    results = {}
+
+    def measure(title: str, points: dict[int, tuple[str, int, int, int]]) -> None:
+        costs = {}
+        for at, (name, size, batch, draws) in points.items():
+            network, x = build(name), torch.randn(batch, 3, size, size)
+            predict, chosen = predicting(bayesian(network, x, None, draws), x)
+            found = in_turn(
+                {"plain": lambda network=network, x=x: network(x), "predict": predict}, seconds=4
+            )
+            costs[at] = {"plain_ms": found["plain_ms"], **found["predict"], **chosen}
+        ends = [costs[at]["plain_ms"] * costs[at]["ratio"] for at in (min(points), max(points))]
+        slope = statistics.linear_regression(
+            [torch.tensor(float(at)).log().item() for at in (min(points), max(points))],
+            [torch.tensor(end).log().item() for end in ends],
+        ).slope
+        results[title] = {"slope": round(slope, 2), "points": costs}
+        print(title, results[title], flush=True)
+
+    measure(
+        "draws (ResNet-20, batch 8)", {s: ("resnet20", 32, 8, s) for s in (1, 3, 6, 12, 24, 48, 63)}
+    )
+    measure(
+        "batch (ResNet-20, 12 draws)", {b: ("resnet20", 32, b, 12) for b in (1, 4, 16, 64, 256)}
+    )
+    measure("depth (batch 8)", {d: (f"resnet{d}", 32, 8, 12) for d in (20, 32, 44, 56)})
+    measure(
+        "image side (ResNet-20, batch 8)", {s: ("resnet20", s, 8, 12) for s in (16, 32, 64, 128)}
+    )
+    return results
+
+
+def fit() -> dict[str, Any]:
+    """Seconds of a fit epoch, one member, against plain training of all weights."""
+    images, labels = torch.randn(2048, 3, 32, 32), torch.randint(10, (2048,))
+    held = DataLoader(TensorDataset(images[:64], labels[:64]), 64)
+    results: dict[str, Any] = {}
+    for title, where in (("every norm", None), ("last block", "layer3.2.*")):
+        ratios = []
+        for _ in range(3):
+            network = build("resnet20")
+            loader = DataLoader(TensorDataset(images, labels), 128, shuffle=True)
+            plain = plain_epoch(build("resnet20"), loader)
+            bnn = bayesify.convert(
+                network, ABNN(members=1, draws=4), where=where, example=images[:1]
+            )
+            started = time.perf_counter()
+            bnn.fit(loader, validation=held, validations=1, progress=False)
+            ratios.append((time.perf_counter() - started) / plain)
+        results[title] = {"ratio": statistics.median(ratios), "all": ratios}
+        print("fit", title, results[title], flush=True)
+    return results
+
+
+def plain_epoch(network: nn.Module, loader: DataLoader[Any]) -> float:
+    network.train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
+    started = time.perf_counter()
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return time.perf_counter() - started
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = ["| 12 draws, as multiples of one plain forward | batch 1 | batch 8 | batch 128 |"]
+    lines.append("|---|---:|---:|---:|")
+    for title, _, _, _, goals in ROWS:
+        cells = []
+        for batch in (1, 8, 128):
+            row = results.get("table", {}).get(f"{title} | batch {batch}")
+            cells.append(f"{row['predict']['ratio']:.1f} ({goals[batch]:g})" if row else "-")
+        lines.append(f"| {title} (goal) | {' | '.join(cells)} |")
+    found = results.get("peers", {})
+    for name in found.get("batch 1", {}):
+        if name not in ("plain_ms", "turns") and not name.startswith("bayesify"):
+            cells = [f"{found[f'batch {b}'][name]['ratio']:.1f}" for b in (1, 8, 128)]
+            lines.append(f"| ResNet-20, {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+PARTS = {"table": table, "peers": peers, "memory": memory, "growth": growth, "fit": fit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--table", action="store_true", help="print the table of an earlier run")
+    arguments = parser.parse_args()
+    results = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for part in [] if arguments.table else arguments.parts or list(PARTS):
+        torch.manual_seed(0)
+        results |= {
+            "command": "make bench-speed",
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "load": os.getloadavg()[0],
+        }
+        results[part] = PARTS[part]()
+        FILE.write_text(json.dumps(results, indent=2) + "\n")
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()
