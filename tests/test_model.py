@@ -47,6 +47,20 @@ def test_state_holds_the_posterior_only(cnn: nn.Module) -> None:
     assert "2 random tensors" in repr(bnn)
 
 
+def test_draws_follow_what_they_are_drawn_from(cnn: nn.Module, images: Tensor) -> None:
+    bnn = bayesify.convert(cnn, ABNN(noise=0.3))
+    bnn.strategy = "looped"
+    first = bnn.predict(images).probs
+    assert not torch.equal(bnn.predict(images, seed=1).probs, first)
+    bnn.noise = 0.1
+    assert not torch.equal(bnn.predict(images).probs, first)
+    bnn.noise = 0.3
+    assert torch.equal(bnn.predict(images).probs, first)
+    with torch.no_grad():
+        next(bnn.parameters()).mul_(1.5)
+    assert not torch.equal(bnn.predict(images).probs, first)
+
+
 def test_deepcopy_is_independent(cnn: nn.Module, images: Tensor) -> None:
     bnn = bayesify.convert(cnn)
     bnn.temperature, bnn.noise = 2.0, 0.2

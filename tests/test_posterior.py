@@ -48,6 +48,35 @@ def test_a_draw_depends_on_seed_and_index_alone(seed: int, indices: list[int]) -
         assert all(torch.equal(together[name][row], alone[name][0]) for name in alone)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_draws_of_a_component_come_in_mirrored_pairs(count: int) -> None:
+    posterior = members(noise=0.3, count=count)
+    with torch.no_grad():
+        for value in posterior.values.parameters():
+            value.add_(torch.arange(float(count)).view(-1, *[1] * (value.ndim - 1)))
+        draws = posterior.draws(4, range(4 * count))["a.weight"].unflatten(0, (4, count))
+    means = posterior.values["a.weight"].detach()
+    for first, second in ((0, 1), (2, 3)):
+        torch.testing.assert_close((draws[first] + draws[second]) / 2, means)
+    assert not torch.allclose(draws[0], draws[2])
+    assert not torch.allclose(draws[1], draws[2])
+
+
+def test_mirrored_pairs_average_out_what_is_linear_in_the_noise() -> None:
+    """The mean of a nearly linear function needs far fewer draws than independent ones would."""
+    posterior = members(noise=0.1, count=1)
+    weights = torch.tensor([1.0, -2.0, 0.5])
+
+    def spread(indices: list[list[int]]) -> float:
+        with torch.no_grad():
+            draws = [posterior.draws(seed, i)["a.weight"] for seed, i in enumerate(indices)]
+        return torch.stack([(d @ weights).exp().mean() for d in draws]).std().item()
+
+    pairs = spread([[0, 1, 2, 3]] * 200)
+    independent = spread([[0, 2, 4, 6]] * 200)
+    assert pairs < independent / 4
+
+
 def test_draws_are_the_same_in_another_process() -> None:
     code = (
         "from bayesify.posterior import normals; print(normals({'w': (2,)}, seed=5, indices=[7]))"
