@@ -64,7 +64,7 @@ def test_draws_of_a_component_come_in_mirrored_pairs(count: int) -> None:
 
 def test_mirrored_pairs_average_out_what_is_linear_in_the_noise() -> None:
     """The mean of a nearly linear function needs far fewer draws than independent ones would."""
-    posterior = members(noise=0.1, count=1)
+    posterior = members(noise=0.03, count=1)
     weights = torch.tensor([1.0, -2.0, 0.5])
 
     def spread(indices: list[list[int]]) -> float:
