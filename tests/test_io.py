@@ -269,3 +269,13 @@ def test_a_replacement_cut_short_is_recovered(
     bnn.save(tmp_path / "bnn")
     (tmp_path / "bnn").rename(tmp_path / ".bnn.replaced")
     assert bayesify.load(tmp_path / "bnn", cnn).noise == 0.123
+
+
+def test_a_method_that_is_not_listed(cnn: nn.Module, tmp_path: Path) -> None:
+    class Own(ABNN):
+        pass
+
+    bnn = bayesify.convert(cnn, Own())
+    with pytest.raises(SettingError, match="Own is not listed"):
+        bnn.save(tmp_path / "bnn")
+    assert not (tmp_path / "bnn").exists()

@@ -66,5 +66,16 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
 
 
 def method_name(method: Method) -> str:
-    """The name under which a method is listed."""
-    return next(name for name, kind in METHODS.items() if kind is type(method))
+    """The name under which a method is listed.
+
+    Raises:
+        SettingError: If it is not.
+    """
+    for name, kind in METHODS.items():
+        if kind is type(method):
+            return name
+    own = type(method).__name__
+    raise SettingError(
+        f"{own} is not listed in bayesify.methods.METHODS, and could not be loaded again: list it "
+        f"there under a name, METHODS['my-method'] = {own}."
+    )
