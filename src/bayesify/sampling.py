@@ -129,6 +129,9 @@ class Runner:
         shares_trunk: Whether layers stand before the first random one.
         strategy: One of `STRATEGIES`, or "auto": what is fastest, measured once for each shape.
         adapting: Whether normalisation layers use each batch's statistics, and update their own.
+
+    Attributes:
+        used: The strategies by which draws ran, for who wants to repeat that.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Runner:
         self._bytes: dict[str, int] = {}
         self._tapes: dict[str, Tape | None] = {}
         self._kind = _kind(network)
+        self.used: set[str] = set()
 
     def plain(self, draw: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """Runs the network at one draw, `[B, ...]`.
@@ -177,6 +181,7 @@ class Runner:
         """
         budget = MEMORY_BUDGET if memory_budget is None else memory_budget
         way = self.way(draws, inputs, budget)
+        self.used.add(way.strategy)
         kept: list[Tensor] = []
         for output in self._run(way, draws, inputs):
             kept.append(output)

@@ -31,6 +31,10 @@ class Report:
     over images, and everything else over pixels, at the resolution of the target; void pixels do
     not count. Measures that rank pixels count them in bins: they are off by `ranking_error` at the
     most, which is None where they are exact.
+
+    `strategy` is how draws ran. With `bnn.strategy` set to it, the same batches and the same number
+    of threads, numbers repeat to the last bit; two of them mean that batches of different sizes ran
+    in different ways.
     """
 
     examples: int
@@ -44,6 +48,7 @@ class Report:
     rmse: float | None = None
     miou: float | None = None
     ranking_error: float | None = None
+    strategy: str = ""
     ood: Mapping[str, Detection] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,6 +82,7 @@ def evaluate(
     if score not in SCORES:
         raise SettingError(f"score={score!r} must be one of {', '.join(SCORES)}.")
     others, examples, tally = ood or {}, 0, None
+    model.runner.used.clear()
     for inputs, target in labelled(loader):
         prediction = model.predict(inputs, draws=draws, seed=seed)
         prediction = at_full_resolution(prediction, target)
@@ -91,7 +97,11 @@ def evaluate(
             strange = at_full_resolution(strange, _pixels(inputs) if target is None else target)
             tally.add_other(name, scored(strange, score).flatten())
     return Report(
-        examples, **tally.measures(), ood=tally.detections(), ranking_error=tally.ranking_error()
+        examples,
+        **tally.measures(),
+        ood=tally.detections(),
+        ranking_error=tally.ranking_error(),
+        strategy=" and ".join(sorted(model.runner.used)),
     )
 
 
