@@ -1,0 +1,169 @@
+"""What makes a tape faster: steps that run less often, on less, or in place."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesify.tape.steps import Slot, Step, aten
+
+CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+BATCH_NORM = aten.batch_norm.default
+IN_PLACE = {aten.relu.default: aten.relu_.default, aten.add.Tensor: aten.add_.Tensor}
+# What does to each row of a sequence `[B, N, C]` the same as to the others.
+BY_ROW = (
+    aten.linear.default,
+    aten.layer_norm.default,
+    aten.gelu.default,
+    aten.relu.default,
+    aten.silu.default,
+    aten.add.Tensor,
+    aten.mul.Tensor,
+)
+# What writes its result into new memory, and keeps no other view of it.
+FRESH = (*CONVOLUTIONS, BATCH_NORM, aten.linear.default, *IN_PLACE)
+
+
+def fold_norms(steps: list[Step], slots: int) -> tuple[list[Step], list[tuple[Step, Step]]]:
+    """Lets a convolution do the work of the batch norm behind it.
+
+    Returns the steps, and the convolutions with their norms. Each convolution's scale and shift
+    have slots of their own, from number `slots` on.
+    """
+    norms: list[tuple[Step, Step]] = []
+    readers = Counter(number for step in steps for number in step.reads())
+    makers = {number: step for step in steps for number in step.results}
+    kept: dict[int, Step] = {}
+    for step in steps:
+        conv = makers.get(step.reads()[0]) if step.function is BATCH_NORM else None
+        if (
+            conv is None
+            or conv.function not in CONVOLUTIONS
+            or readers[conv.results[0]] > 1
+            or not _in_evaluation(step)
+            # A convolution that all draws share is better run once.
+            or conv.random != step.random
+            # Its numbers are there before the first step.
+            or any(n in makers for n in (*step.reads()[1:], *conv.reads()[2:]))
+        ):
+            kept[id(step)] = step
+            continue
+        first = slots + 2 * len(norms)
+        conv.results, conv.affine = step.results, (first, first + 1)
+        norms.append((conv, step))
+    return list(kept.values()), norms
+
+
+def affine(bias: Tensor | None, norm: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Scale and shift that a convolution's bias and a batch norm come to."""
+    gamma, beta, mean, variance, _, _, eps, *_ = norm
+    scale = (variance + eps).rsqrt()
+    scale = scale if gamma is None else gamma * scale
+    shift = (-mean if bias is None else bias - mean) * scale
+    return scale, shift if beta is None else shift + beta
+
+
+def one_row(
+    steps: list[Step], shapes: Sequence[torch.Size], inputs: Sequence[int], result: int
+) -> tuple[list[Step], int]:
+    """Where a sequence's one row is all that is read, such as a class token, computes no other.
+
+    The picking of that row moves up before what is done to every row alike. Returns the steps and
+    the number of slots they use.
+    """
+
+    def pick(number: int, *, random: bool = False) -> Step:
+        args = (Slot(number), *picks[0].args[1:])
+        return Step(aten.select.int, args, {}, [rows[number]], random, alike=False)
+
+    picks = [step for step in steps if _picks_row(step, shapes)]
+    rows = {step.args[0].number: step.results[0] for step in picks}
+    if len({step.args[2] for step in picks}) != 1 or len(rows) < len(picks):
+        return steps, len(shapes)
+    numbers = count(len(shapes))
+    whole = {result}
+    backwards: list[Step] = []
+    for step in reversed(steps):
+        made = step.results[0]
+        if step in picks:
+            continue
+        if made in rows and made not in whole and _by_row(step, shapes):
+            for number in (n for _, n in step.places if len(shapes[n]) == 3):
+                rows[number] = rows.get(number) or next(numbers)
+            args = tree_map(
+                lambda v: Slot(rows.get(v.number, v.number)) if isinstance(v, Slot) else v,
+                step.args,
+            )
+            backwards.append(replace(step, args=args, results=[rows[made]]))
+            continue
+        whole.update(step.reads())
+        backwards += [pick(n, random=step.random) for n in step.results if n in rows]
+        backwards.append(step)
+    others = rows.keys() - {number for step in steps for number in step.results}
+    if not others <= set(inputs):
+        return steps, len(shapes)  # rows of a weight: left as they are
+    return [pick(number) for number in others] + backwards[::-1], next(numbers)
+
+
+def _picks_row(step: Step, shapes: Sequence[torch.Size]) -> bool:
+    return (
+        step.function is aten.select.int
+        and step.args[1] == 1
+        and len(shapes[step.args[0].number]) == 3
+    )
+
+
+def _by_row(step: Step, shapes: Sequence[torch.Size]) -> bool:
+    """Whether a step's result `[B, N, C]` has rows that come from the same rows of its operands."""
+    if step.function not in BY_ROW or step.nested:
+        return False
+    first = shapes[step.places[0][1]]
+    if len(first) != 3:
+        return False
+    if step.function is aten.layer_norm.default:
+        return len(step.args[1]) == 1
+    if step.function is aten.linear.default:
+        return True
+    rest = [shapes[number] for _, number in step.places[1:]]
+    return all(len(shape) < 2 or shape == first for shape in rest)
+
+
+def overwrite(steps: list[Step], result: int) -> None:
+    """Writes results over operands that nobody reads again."""
+    last = {number: index for index, step in enumerate(steps) for number in step.reads()}
+    makers = {number: step for step in steps for number in step.results}
+    looked_at = {n for step in steps if step.function not in FRESH for n in step.reads()}
+    for index, step in enumerate(steps):
+        if step.function not in IN_PLACE or not step.alike:
+            continue
+        number = step.args[0].number
+        made = makers.get(number)
+        if (
+            made is not None
+            and made.function in (*FRESH, *IN_PLACE.values())
+            and made.random == step.random
+            and last[number] == index
+            and number not in looked_at
+            and number != result
+            and step.reads().count(number) == 1
+        ):
+            step.function = IN_PLACE[step.function]
+
+
+def free(steps: list[Step], kept: set[int]) -> None:
+    """Notes with each step what is read there for the last time."""
+    seen = set(kept)
+    for step in reversed(steps):
+        read = dict.fromkeys(step.reads())
+        step.last_uses = [n for n in read if n not in seen and n not in step.results]
+        seen.update(read)
+
+
+def _in_evaluation(norm: Step) -> bool:
+    _, _, _, mean, _, training, *_ = norm.args
+    return isinstance(mean, Slot) and not training

@@ -1,0 +1,120 @@
+"""A tape, and how it is played."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from bayesify.batches import Inputs
+from bayesify.posterior import Draws
+from bayesify.tape.passes import affine, fold_norms, free, one_row, overwrite
+from bayesify.tape.steps import Slot, Step, filled
+
+
+class Tape:
+    """A network's operations for inputs of one shape.
+
+    Args:
+        steps: In the order they were done.
+        constants: Tensors that are neither inputs nor results, by slot.
+        named: Slots of the tensors that draws, or what draws share, put into the network.
+        inputs: Slots of the inputs.
+        result: Slot of the network's output.
+        shapes: What shape each slot's tensor had.
+
+    Attributes:
+        stacks: Whether draws can run together; found out by who made the tape.
+    """
+
+    stacks = False
+
+    def __init__(
+        self,
+        steps: list[Step],
+        constants: Mapping[int, Tensor],
+        named: Mapping[str, int],
+        inputs: Sequence[int],
+        result: int,
+        shapes: Sequence[torch.Size],
+    ) -> None:
+        self._constants = constants
+        self._named = named
+        self._inputs = inputs
+        self._result = result
+        steps, slots = one_row(steps, shapes, inputs, result)
+        steps, self._norms = fold_norms(steps, slots)
+        self._slots = slots + 2 * len(self._norms)
+        overwrite(steps, result)
+        self._trunk = [step for step in steps if not step.random]
+        self._branch = [step for step in steps if step.random]
+        outside = {n for step in self._branch for n in step.reads()}
+        free(self._trunk, {result} | outside)
+        free(self._branch, {result} | outside - {n for s in self._branch for n in s.results})
+
+    def play(
+        self, draws: Draws, inputs: Inputs, shared: Mapping[str, Tensor], *, chunk: int = 1
+    ) -> Iterator[Tensor]:
+        """Runs all draws on the same inputs.
+
+        Args:
+            draws: Stacked.
+            inputs: Of the shape that was taped.
+            shared: Tensors that all draws have in common.
+            chunk: How many draws run together.
+
+        Yields:
+            Outputs of consecutive draws, stacked `[s, B, ...]`.
+        """
+        start, stacks = self._start(draws, inputs, shared)
+
+        def branch(draw: Mapping[int, Tensor], *, fold: bool = False) -> Tensor:
+            values = list(start)
+            for number, tensor in draw.items():
+                values[number] = tensor
+            for step in self._branch:
+                step.run(values, fold=fold)
+            result: Tensor = values[self._result]
+            return result
+
+        parts = {number: stack.split(chunk) for number, stack in stacks.items()}
+        for index in range(len(next(iter(parts.values())))):
+            part = {number: stacked[index] for number, stacked in parts.items()}
+            if chunk == 1:
+                one = branch({number: stack[0] for number, stack in part.items()}, fold=True)
+                yield one.unsqueeze(0).contiguous()
+            else:
+                yield vmap(branch)(part).contiguous()
+
+    def _start(
+        self, draws: Draws, inputs: Inputs, shared: Mapping[str, Tensor]
+    ) -> tuple[list[Any], dict[int, Tensor]]:
+        """What all draws share, and by slot what each draw has of its own, stacked."""
+        values: list[Any] = [None] * self._slots
+        for number, constant in self._constants.items():
+            values[number] = constant
+        for number, tensor in zip(self._inputs, inputs.tensors(), strict=True):
+            values[number] = _channels_last(tensor)
+        for name, tensor in shared.items():
+            values[self._named[name]] = tensor
+        stacks = {self._named[name]: stack for name, stack in draws.items()}
+        for conv, norm in self._norms:
+            own = [
+                slot.number for slot in (*norm.args[1:], *conv.args[2:3]) if isinstance(slot, Slot)
+            ]
+            target: Any = stacks if any(number in stacks for number in own) else values
+            given = [filled(value, values, stacks) for value in norm.args[1:]]
+            bias = filled(conv.args[2], values, stacks) if len(conv.args) > 2 else None
+            for number, value in zip(conv.affine, affine(bias, given), strict=True):
+                target[number] = value
+        for step in self._trunk:
+            step.run(values)
+        return values, stacks
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    """Images in the order in which convolutions are fastest."""
+    if tensor.ndim == 4 and tensor.is_floating_point():
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
