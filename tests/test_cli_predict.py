@@ -253,6 +253,43 @@ class TestOutput:
         assert stream.getvalue() == '{"x": 0.333333, "n": 12345678}\n'
 
 
+class TestTolerance:
+    def test_easy_examples_stop_early_and_the_table_says_so(self, home: Path) -> None:
+        command = ("numbers", "data.npz", "--draws", 24, "--tolerance")
+        result = predict(*command, 0.1)
+        assert result.exit_code == 0, result.output
+        with np.load("data.npz") as arrays:
+            x = torch.from_numpy(arrays["x"])
+        expected = load("numbers", load_model("net.py:numbers")).predict(x, draws=24, tolerance=0.1)
+        rows = rows_of(result.stdout)
+        assert [int(row["used"]) for row in rows] == expected.used.tolist()
+        assert [int(row["label"]) for row in rows] == expected.label.tolist()
+        assert {8, 24} <= set(expected.used.tolist())
+        assert "used" not in rows_of(predict("numbers", "data.npz").stdout)[0]
+
+    def test_a_threshold_by_risk_is_learned_with_the_same_tolerance(self, home: Path) -> None:
+        chosen = predict(
+            *("numbers", "data.npz", "--target-risk", 0.08, "--validation", "data.csv"),
+            *("--draws", 24, "--tolerance", 0.1),
+        )
+        assert chosen.exit_code == 0, chosen.output
+        with np.load("data.npz") as arrays:
+            x, y = torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"])
+        bnn = load("numbers", load_model("net.py:numbers"))
+        values = []
+        for tolerance in (0.1, None):
+            p = bnn.predict(x, draws=24, tolerance=tolerance)
+            values.append(choose_threshold(p.entropy, p.label == y, 0.08).value)
+        assert float(chosen.stderr.split()[2]) == pytest.approx(values[0], abs=1e-6)
+        assert values[0] != pytest.approx(values[1], abs=1e-6)
+
+    def test_it_must_be_above_0(self, home: Path) -> None:
+        result = predict("numbers", "data.npz", "--tolerance", 0, "--output", "p.csv")
+        assert result.exit_code == 1
+        assert "tolerance=0.0 must be a number above 0" in result.stderr
+        assert not Path("p.csv").exists()
+
+
 class TestAbstention:
     def test_above_a_threshold_there_is_no_label(self, home: Path) -> None:
         result = predict("numbers", "data.npz", "--abstain-above", 0.7)

@@ -96,6 +96,22 @@ def test_slicing_and_joining() -> None:
         Prediction.cat([p, Prediction("values", {"mean": torch.ones(1)})])
 
 
+def test_draws_used_go_with_their_examples() -> None:
+    p = classes(torch.randn(3, 5, 4))
+    assert p.used is None
+    p.used = torch.tensor([6, 24, 12, 6, 24])
+    assert p[1:3].used.tolist() == [24, 12]
+    assert p[-1].used.tolist() == [24]
+    assert p[p.used == 6].used.tolist() == [6, 6]
+    assert Prediction.cat([p[2:], p[:2]]).used.tolist() == [12, 6, 24, 6, 24]
+    assert Prediction.cat([p, classes(torch.randn(3, 5, 4))]).used is None
+    assert p.to("cpu").used.tolist() == p.used.tolist()
+    assert p.to_pandas()["used"].tolist() == p.used.tolist()
+    assert "used" in repr(p)
+    labels = Prediction("labels", {"probs": p.probs, "aleatoric": 0 * p.probs}, used=p.used)
+    assert labels.to_pandas()["used"].tolist() == p.used.tolist()
+
+
 def test_to_pandas() -> None:
     p = classes(torch.randn(3, 5, 2))
     table = p.to_pandas()

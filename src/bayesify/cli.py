@@ -488,6 +488,14 @@ def predict(
     batch_size: BatchSize = 256,
     normalise: Normalise = None,
     size: Size = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="E",
+            help="Let easy examples stop before all draws, where probabilities are within E of "
+            "what these would give (regression: E standard deviations): 0.02.",
+        ),
+    ] = None,
 ) -> None:
     """Predict into a table: label, confidence, uncertainties in nats, every class's probability.
 
@@ -508,7 +516,7 @@ def predict(
     _check_abstention(abstain_above, target_risk, validation, confidence)
     bnn = load(folder, load_model(model, weights=weights))
     found = load_inputs(data, normalise=_normalisation(normalise), size=size)
-    table = PredictionTable(bnn, abstain_above, draws, seed)
+    table = PredictionTable(bnn, abstain_above, draws, seed, tolerance)
     if target_risk is not None and validation is not None:
         labelled = _readable(validation, batch_size, normalise, size)
         _choose_threshold(table, labelled, target_risk, confidence)
@@ -676,7 +684,13 @@ def _choose_threshold(
     from bayesify.table import learn_threshold
 
     chosen = learn_threshold(
-        table.model, labelled, risk, confidence=confidence, draws=table.draws, seed=table.seed
+        table.model,
+        labelled,
+        risk,
+        confidence=confidence,
+        draws=table.draws,
+        seed=table.seed,
+        tolerance=table.tolerance,
     )
     table.threshold = chosen.value
     bound = "" if chosen.bound is None else f" (on new data at most {chosen.bound:.2%})"

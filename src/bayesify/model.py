@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bayesify.adaptive import Adaptive, check_tolerance
 from bayesify.augmentation import Augment
 from bayesify.batches import Inputs, as_inputs, is_loader, split_batch
 from bayesify.calibration import Calibration, Search
-from bayesify.errors import DataError, NonFiniteError, SettingError, WrongNetworkError
+from bayesify.errors import DataError, SettingError, WrongNetworkError
 from bayesify.files import fingerprint
 from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
 from bayesify.methods import Method
@@ -273,6 +274,7 @@ class BayesianModel(nn.Module):
         draws: int | None = None,
         seed: int = 0,
         keep_draws: bool = False,
+        tolerance: float | None = None,
         batch_size: int | None = None,
         memory_budget: int | None = None,
     ) -> Prediction:
@@ -284,6 +286,11 @@ class BayesianModel(nn.Module):
             draws: How many draws to average; the method's default otherwise.
             seed: Which draws: the same seed gives the same functions, for all inputs.
             keep_draws: Keeps each draw's probabilities or means.
+            tolerance: Lets easy examples stop before all `draws`, when their probabilities are
+                likely to be within this of what all would give (regression: the mean, in units of
+                the predictive standard deviation); `Prediction.used` says when. Likely, not sure:
+                of CIFAR-10 test images and of SVHN 99.5 % or more were, at 0.01 to 0.1, those
+                that took all draws among them. See `bayesify.adaptive`.
             batch_size: Examples that run at once; by default what memory allows, at most 256.
             memory_budget: Bytes that running may take beyond the network; 1 GiB by default.
 
@@ -295,6 +302,8 @@ class BayesianModel(nn.Module):
         count = self._draws(draws)
         if batch_size is not None and batch_size < 1:
             raise SettingError(f"batch_size={batch_size} must be 1 or more.")
+        if tolerance is not None:
+            check_tolerance(tolerance, keep_draws=keep_draws)
         with torch.no_grad():
             drawn = self._drawn(seed, count)
 
@@ -303,6 +312,9 @@ class BayesianModel(nn.Module):
                 size = batch_size or self.runner.batch_size(
                     drawn, inputs[:1].to(self.device), memory_budget
                 )
+                if tolerance is not None:
+                    yield Adaptive(self, drawn, tolerance, memory_budget).predict(inputs, size)
+                    return
                 for part in inputs.split(size):
                     outputs = self.runner.outputs(
                         drawn, part.to(self.device), memory_budget=memory_budget
@@ -496,10 +508,5 @@ class BayesianModel(nn.Module):
             if keep_draws:
                 kept.append(next(iter(statistics.values())))
         sums = {name: total / count for name, total in sums.items()}
-        bad = torch.isnan(sums["aleatoric"]).reshape(len(sums["aleatoric"]), -1).any(1)
-        if bad.any():
-            raise NonFiniteError(
-                f"the network gives NaN for {int(bad.sum())} of {len(bad)} examples, the first at "
-                f"position {int(bad.nonzero()[0])} of its batch. Try less noise, or full precision."
-            )
-        return Prediction(self.likelihood.kind, sums, torch.cat(kept) if kept else None)
+        kept_draws = torch.cat(kept) if kept else None
+        return Prediction(self.likelihood.kind, sums, kept_draws).require_finite()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesify.errors import DataError, MissingExtraError, SettingError
+from bayesify.errors import DataError, MissingExtraError, NonFiniteError, SettingError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,14 +23,20 @@ class Prediction:
         kind: "classes", "labels" (multilabel) or "values" (regression).
         averages: The likelihood's statistics, averaged over draws.
         draws: Each draw's probabilities or means `[S, B, ...]`, if kept.
+        used: How many draws each example took `[B]`, where that was adapted to it (`tolerance=`).
     """
 
     def __init__(
-        self, kind: str, averages: Mapping[str, Tensor], draws: Tensor | None = None
+        self,
+        kind: str,
+        averages: Mapping[str, Tensor],
+        draws: Tensor | None = None,
+        used: Tensor | None = None,
     ) -> None:
         self.kind = kind
         self.averages = dict(averages)
         self.draws = draws
+        self.used = used
 
     @property
     def probs(self) -> Tensor:
@@ -102,7 +108,12 @@ class Prediction:
             rows = [rows]
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows)
         averages = {name: value[index] for name, value in self.averages.items()}
-        return Prediction(self.kind, averages, None if self.draws is None else self.draws[:, index])
+        return Prediction(
+            self.kind,
+            averages,
+            None if self.draws is None else self.draws[:, index],
+            None if self.used is None else self.used[index],
+        )
 
     @staticmethod
     def cat(predictions: Sequence["Prediction"]) -> "Prediction":
@@ -113,6 +124,7 @@ class Prediction:
         if len(kinds) > 1:
             raise DataError(f"predictions of different kinds cannot be joined: {sorted(kinds)}.")
         kept = [prediction.draws for prediction in predictions if prediction.draws is not None]
+        used = [prediction.used for prediction in predictions if prediction.used is not None]
         return Prediction(
             predictions[0].kind,
             {
@@ -120,14 +132,33 @@ class Prediction:
                 for name in predictions[0].averages
             },
             torch.cat(kept, dim=1) if len(kept) == len(predictions) else None,
+            torch.cat(used) if len(used) == len(predictions) else None,
         )
 
     def to(self, device: torch.device | str) -> "Prediction":
         """The same prediction on another device."""
         averages = {name: value.to(device) for name, value in self.averages.items()}
         return Prediction(
-            self.kind, averages, None if self.draws is None else self.draws.to(device)
+            self.kind,
+            averages,
+            None if self.draws is None else self.draws.to(device),
+            None if self.used is None else self.used.to(device),
         )
+
+    def require_finite(self) -> "Prediction":
+        """Returns the prediction itself.
+
+        Raises:
+            NonFiniteError: If there is a NaN in it.
+        """
+        doubt = self.averages["aleatoric"]
+        bad = torch.isnan(doubt).reshape(len(doubt), -1).any(1)
+        if bad.any():
+            raise NonFiniteError(
+                f"the network gives NaN for {int(bad.sum())} of {len(bad)} examples, the first at "
+                f"position {int(bad.nonzero()[0])} of its batch. Try less noise, or full precision."
+            )
+        return self
 
     def columns(self) -> dict[str, Tensor]:
         """What a table of one row an example shows, each `[B]`.
@@ -135,19 +166,25 @@ class Prediction:
         Raises:
             SettingError: For dense predictions, which have many numbers an example.
         """
+        used = {} if self.used is None else {"used": self.used}
         if self.uncertainty.ndim > 1 and self.uncertainty[0].numel() > 1:
             if self.kind == "labels" and self.probs.ndim == 2:
-                return {f"prob_{c}": self.probs[:, c] for c in range(self.probs.shape[1])} | {
-                    "entropy": self.entropy.sum(1),
-                    "aleatoric": self.aleatoric.sum(1),
-                    "epistemic": self.epistemic.sum(1),
-                }
+                return (
+                    {f"prob_{c}": self.probs[:, c] for c in range(self.probs.shape[1])}
+                    | {
+                        "entropy": self.entropy.sum(1),
+                        "aleatoric": self.aleatoric.sum(1),
+                        "epistemic": self.epistemic.sum(1),
+                    }
+                    | used
+                )
             raise SettingError(
                 f"a table has one row an example, and these predictions have "
                 f"{list(self.uncertainty.shape[1:])} values each. Use the tensors themselves."
             )
         names = ("mean", "std") if self.kind == "values" else ("label", "confidence", "entropy")
         columns = {name: getattr(self, name) for name in (*names, "aleatoric", "epistemic")}
+        columns |= used
         if self.kind == "classes":
             columns |= {f"prob_{c}": self.probs[:, c] for c in range(self.probs.shape[1])}
         return {name: value.flatten() for name, value in columns.items()}

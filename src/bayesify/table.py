@@ -38,6 +38,7 @@ class PredictionTable:
         threshold: The largest uncertainty that is answered; None answers always.
         draws: Draws of a prediction.
         seed: Seed of the draws.
+        tolerance: Lets easy examples stop early; see `BayesianModel.predict`.
         examples: How many rows there have been.
         abstained: How many of them had no answer.
     """
@@ -46,6 +47,7 @@ class PredictionTable:
     threshold: float | None = None
     draws: int | None = None
     seed: int = 0
+    tolerance: float | None = None
     examples: int = 0
     abstained: int = 0
 
@@ -57,7 +59,9 @@ class PredictionTable:
         """
         for places, batch in data.numbered():
             inputs, _ = split_batch(batch)
-            prediction = self.model.predict(inputs, draws=self.draws, seed=self.seed)
+            prediction = self.model.predict(
+                inputs, draws=self.draws, seed=self.seed, tolerance=self.tolerance
+            )
             for place, row in zip(places, self._answers(prediction), strict=True):
                 file = data.name(place) or name
                 yield row if file is None else {"file": file, **row}
@@ -84,6 +88,7 @@ def learn_threshold(
     confidence: float | None = None,
     draws: int | None = None,
     seed: int = 0,
+    tolerance: float | None = None,
 ) -> Threshold:
     """The entropy up to which to answer, so that the answers on labelled data keep to a risk.
 
@@ -96,7 +101,7 @@ def learn_threshold(
         )
     doubt, correct = [], []
     for inputs, target in labelled(loader):
-        prediction = model.predict(inputs, draws=draws, seed=seed)
+        prediction = model.predict(inputs, draws=draws, seed=seed, tolerance=tolerance)
         prediction.columns()  # one answer an example, or an error
         wanted = model.target_for(prediction, target)
         counted = wanted != getattr(model.likelihood, "ignore_index", -100)
