@@ -1,5 +1,6 @@
 """On the public ResNet-20 checkpoint and real images; benchmarks/resnet20.py measures all of it."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
 import bayesify
 from bayesify import ABNN
 from bayesify.batches import as_inputs
 from bayesify.calibration import best_temperature
+from bayesify.cli import app
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.zoo import load_model
 
@@ -96,3 +99,14 @@ def test_fit_on_training_images(
     assert torch.equal(loaded.predict(x).probs, bnn.predict(x).probs)
     size = (tmp_path / "bnn" / "posterior.safetensors").stat().st_size
     assert size < 40_000
+
+
+def test_the_command_line_knows_how_its_images_are_normalised(
+    resnet20: nn.Module, tmp_path: Path
+) -> None:
+    bayesify.convert(resnet20, ABNN(draws=3)).save(tmp_path / "bnn")
+    found = tmp_path / "found.json"
+    arguments = ["evaluate", tmp_path / "bnn", "cifar10-resnet20", "cifar10:test[:100]"]
+    result = CliRunner().invoke(app, [*map(str, arguments), "--output", str(found)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(found.read_text())["network"]["accuracy"] > 0.85

@@ -133,7 +133,8 @@ Normalise = Annotated[
     str | None,
     typer.Option(
         metavar="MEAN;STD",
-        help="How the network's images were normalised: cifar10, or mean and standard deviation of "
+        help="How the network's images were normalised; built-in networks have their own. "
+        "cifar10, or mean and standard deviation of "
         "each channel in units of 0 to 1, as in '0.5,0.5,0.5;0.2,0.2,0.2'.",
     ),
 ]
@@ -257,8 +258,9 @@ def fit(
     """
     from bayesify.io import require_free
     from bayesify.model import convert
-    from bayesify.zoo import load_model
+    from bayesify.zoo import load_model, usual_normalisation
 
+    normalise = normalise or usual_normalisation(model)
     chosen = _where(where, last)
     require_free(output)  # before training, not after it
     loader = _loader(data, batch_size, normalise, size, shuffle=True)
@@ -335,8 +337,9 @@ def evaluate(
     from bayesify.io import load
     from bayesify.methods import MAP
     from bayesify.model import convert
-    from bayesify.zoo import load_model
+    from bayesify.zoo import load_model, usual_normalisation
 
+    normalise = normalise or usual_normalisation(model)
     network = load_model(model, weights=weights)
     bnn = load(folder, network)
     plain = convert(network, MAP(), likelihood=bnn.likelihood)
@@ -408,8 +411,9 @@ def compare(
     Run it again after a change or an interruption: what is done already is not done again.
     """
     from bayesify.compare import compare as run
-    from bayesify.zoo import load_model
+    from bayesify.zoo import load_model, usual_normalisation
 
+    normalise = normalise or usual_normalisation(model)
     found = run(
         load_model(model, weights=weights),
         train,
@@ -484,10 +488,6 @@ def predict(
         ),
     ] = None,
     draws: Draws = None,
-    seed: Seed = 0,
-    batch_size: BatchSize = 256,
-    normalise: Normalise = None,
-    size: Size = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -496,6 +496,10 @@ def predict(
             "what these would give (regression: E standard deviations): 0.02.",
         ),
     ] = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 256,
+    normalise: Normalise = None,
+    size: Size = None,
 ) -> None:
     """Predict into a table: label, confidence, uncertainties in nats, every class's probability.
 
@@ -506,7 +510,7 @@ def predict(
     from bayesify.files import replaced_file
     from bayesify.io import load
     from bayesify.table import WRITERS, PredictionTable
-    from bayesify.zoo import load_model
+    from bayesify.zoo import load_model, usual_normalisation
 
     write = WRITERS.get(".csv" if output == "-" else Path(output).suffix.lower())
     if write is None:
@@ -514,6 +518,7 @@ def predict(
             f"{output!r}: name it .csv, or .jsonl for JSON lines.", param_hint="--output"
         )
     _check_abstention(abstain_above, target_risk, validation, confidence)
+    normalise = normalise or usual_normalisation(model)
     bnn = load(folder, load_model(model, weights=weights))
     found = load_inputs(data, normalise=_normalisation(normalise), size=size)
     table = PredictionTable(bnn, abstain_above, draws, seed, tolerance)

@@ -117,10 +117,11 @@ class DigitsNet(nn.Module):
 
 @dataclass(frozen=True)
 class _BuiltIn:
-    """A network that has a name, and the file of its weights."""
+    """A network that has a name, the file of its weights, and how its images were normalised."""
 
     build: Callable[[], nn.Module]
     weights: Callable[[], Path]
+    normalise: str | None = None
 
 
 def _downloaded(name: str) -> Path:
@@ -138,12 +139,17 @@ def _downloaded(name: str) -> Path:
 BUILT_IN: dict[str, _BuiltIn] = {
     "digits": _BuiltIn(DigitsNet, lambda: ASSETS / "digits.safetensors"),
     "cifar10-resnet20": _BuiltIn(
-        lambda: CifarResNet(3), lambda: _downloaded("cifar10_resnet20.safetensors")
+        lambda: CifarResNet(3), lambda: _downloaded("cifar10_resnet20.safetensors"), "cifar10"
     ),
     "cifar10-resnet56": _BuiltIn(
-        lambda: CifarResNet(9), lambda: _downloaded("cifar10_resnet56.safetensors")
+        lambda: CifarResNet(9), lambda: _downloaded("cifar10_resnet56.safetensors"), "cifar10"
     ),
 }
+
+
+def usual_normalisation(spec: str) -> str | None:
+    """How images of a built-in network were normalised; None if they were not, or for others."""
+    return BUILT_IN[spec].normalise if spec in BUILT_IN else None
 
 
 def load_model(spec: str, *, weights: str | Path | None = None) -> nn.Module:
