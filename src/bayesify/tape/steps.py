@@ -57,8 +57,8 @@ class Step:
 
         Args:
             values: What is in each slot.
-            fold: Whether a convolution's weights take in the norm behind it; otherwise its result
-                does, which keeps the weights the same for all draws.
+            fold: Whether a convolution's weights may take in the norm behind it; otherwise its
+                result does, which keeps the weights the same for all draws.
         """
         args, kwargs = list(self.args), self.kwargs
         if self.nested:
@@ -92,7 +92,7 @@ def _convolve(function: Any, args: list[Any], scale: Tensor, shift: Tensor, *, f
     """A convolution and the batch norm behind it."""
     x, weight, _, *rest = args if len(args) > 2 else [*args, None]
     positions = [1] * (weight.ndim - 2)
-    if fold:
+    if fold and weight.numel() <= x.numel():  # the smaller of the two is scaled
         return function(x, weight * scale.view(-1, 1, *positions), shift, *rest)
     result = function(x, weight, None, *rest)
     return torch.addcmul(shift.view(-1, *positions), result, scale.view(-1, *positions))
