@@ -60,7 +60,7 @@ def bayesian(network: nn.Module, x: Tensor, where: Any, draws: int = DRAWS) -> B
     )
 
 
-def in_turn(ways: dict[str, Callable[[], object]], seconds: float = 20.0) -> dict[str, Any]:
+def in_turn(ways: dict[str, Callable[[], object]], seconds: float = 12.0) -> dict[str, Any]:
     """Runs all ways in turn until time is up, and compares each turn with its "plain"."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
@@ -90,7 +90,7 @@ def predicting(bnn: BayesianModel, x: Tensor) -> tuple[Callable[[], object], dic
     first = time.perf_counter() - started
     with torch.no_grad():
         drawn = bnn.posterior.draws(0, range(bnn.method.draws))
-        size = bnn.runner.batch_size(drawn, as_inputs(x))
+        size = bnn.runner.batch_size(drawn, as_inputs(x[:1]), examples=len(x))
         way = bnn.runner.way(drawn, as_inputs(x[:size]))
     chosen = {"strategy": way.strategy, "chunk": way.chunk, "part": min(size, len(x))}
     return lambda: bnn.predict(x), {"first_call_s": round(first, 2), **chosen}

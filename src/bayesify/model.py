@@ -309,8 +309,9 @@ class BayesianModel(nn.Module):
 
             def parts(inputs: Inputs) -> Iterator[Prediction]:
                 inputs.require_finite()
+                first = inputs[:1].to(self.device)
                 size = batch_size or self.runner.batch_size(
-                    drawn, inputs[:1].to(self.device), memory_budget
+                    drawn, first, memory_budget, examples=len(inputs)
                 )
                 if tolerance is not None:
                     yield Adaptive(self, drawn, tolerance, memory_budget).predict(inputs, size)

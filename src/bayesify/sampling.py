@@ -29,7 +29,7 @@ from bayesify.tape import CannotTapeError, Recorder, Tape
 MEMORY_BUDGET = 1 << 30
 LARGEST_BATCH = 256
 # What runs at once should stay near the processor: this many bytes, or this many examples.
-CACHE = 1 << 24
+CACHE = 3 << 23
 FEW_EXAMPLES = 8
 # Draws below which finding the fastest way costs more than it wins, and by which it is found.
 WORTH_MEASURING = 4
@@ -226,9 +226,9 @@ class Runner:
             return Way("looped")
         if strategy == "folded" or not tape.stacks:
             return Way("folded", 1, tape)
-        near = CACHE // self.bytes_per_example(draws, inputs)
-        chunk = -(-max(near, FEW_EXAMPLES) // len(inputs))
-        return Way(strategy, min(max(2, chunk), self._chunk(draws, inputs, memory_budget)), tape)
+        near = CACHE // (3 * tape.widest)  # an operation's result, and two operands
+        chunk = max(2, near, FEW_EXAMPLES // len(inputs))
+        return Way(strategy, min(chunk, self._chunk(draws, inputs, memory_budget)), tape)
 
     def _chunk(self, draws: Draws, inputs: Inputs, memory_budget: int) -> int:
         """How many draws can run together."""
@@ -239,10 +239,11 @@ class Runner:
         """Which strategy is, tried with a few draws."""
         taped = self._tape(draws, inputs) is not None
         strategies = ("folded", "stacked") if taped else ("looped", "vectorised")
-        few = {name: value[:WORTH_MEASURING] for name, value in draws.items()}
+        ways = {s: self._within(s, draws, inputs, memory_budget) for s in strategies}
+        most = max(WORTH_MEASURING, *(way.chunk for way in ways.values()))
+        few = {name: value[:most] for name, value in draws.items()}
         seconds = {}
-        for strategy in strategies:
-            way = self._within(strategy, draws, inputs, memory_budget)
+        for strategy, way in ways.items():
             started = time.perf_counter()
             for _ in self._run(way, few, inputs):
                 pass
@@ -300,12 +301,28 @@ class Runner:
         scale = wanted.abs().amax().item()
         return bool((wanted - played).abs().amax() <= 1e-4 * scale)
 
-    def batch_size(self, draws: Draws, inputs: Inputs, memory_budget: int | None = None) -> int:
-        """How many examples one draw can run on within the budget."""
+    def batch_size(
+        self,
+        draws: Draws,
+        inputs: Inputs,
+        memory_budget: int | None = None,
+        *,
+        examples: int | None = None,
+    ) -> int:
+        """How many examples like these should run at once.
+
+        Args:
+            draws: Stacked.
+            inputs: One example is enough.
+            memory_budget: Bytes that they may take.
+            examples: How many there are, to be parted evenly.
+        """
         budget = MEMORY_BUDGET if memory_budget is None else memory_budget
         needed = self.bytes_per_example(draws, inputs)
         near = max(FEW_EXAMPLES, CACHE // needed)
-        return max(1, min(LARGEST_BATCH, near, budget // needed))
+        most = max(1, min(LARGEST_BATCH, near, budget // needed))
+        parts = -(-(examples or most) // most)
+        return -(-(examples or most) // parts)
 
     def bytes_per_example(self, draws: Draws, inputs: Inputs) -> int:
         """Peak memory of one draw on one example, measured once for each shape of input."""

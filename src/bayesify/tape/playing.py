@@ -25,6 +25,7 @@ class Tape:
         shapes: What shape each slot's tensor had.
 
     Attributes:
+        widest: Bytes of the largest result that each draw has of its own.
         stacks: Whether draws can run together; found out by who made the tape.
     """
 
@@ -49,6 +50,8 @@ class Tape:
         overwrite(steps, result)
         self._trunk = [step for step in steps if not step.random]
         self._branch = [step for step in steps if step.random]
+        made = [shapes[n] for step in self._branch for n in step.results if n < len(shapes)]
+        self.widest = 4 * max(1, *(shape.numel() for shape in made))
         outside = {n for step in self._branch for n in step.reads()}
         free(self._trunk, {result} | outside)
         free(self._branch, {result} | outside - {n for s in self._branch for n in s.results})
