@@ -182,10 +182,11 @@ class Runner:
         budget = MEMORY_BUDGET if memory_budget is None else memory_budget
         way = self.way(draws, inputs, budget)
         self.used.add(way.strategy)
+        most = 0 if torch.is_grad_enabled() else TOGETHER  # a graph is not kept for company
         kept: list[Tensor] = []
         for output in self._run(way, draws, inputs):
             kept.append(output)
-            if len(kept) * output.numel() >= TOGETHER:
+            if len(kept) * output.numel() >= most:
                 yield torch.cat(kept)
                 kept = []
         if kept:
