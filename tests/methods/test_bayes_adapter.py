@@ -436,3 +436,31 @@ def test_settings_come_back_from_json() -> None:
     method = BayesAdapter(log_std=(-4, -3), margin=0.5)
     again = make_method("bayes-adapter", json.loads(json.dumps(method.to_dict())))
     assert again == method
+
+
+def test_statistics_follow_the_images_if_asked(
+    trained: nn.Module, loader: DataLoader, untouched: Callable[..., object]
+) -> None:
+    moved = [(x + 3.0, y) for x, y in loader]
+    with untouched(trained):
+        for adapts in (False, True):
+            bnn = bayesify.convert(trained, BayesAdapter(adapt_statistics=adapts, draws=4))
+            result = bnn.fit(
+                moved, num_examples=sum(len(y) for _, y in moved), validation=loader,
+                keep="last", epochs=4, progress=False,
+            )  # fmt: skip
+            mean = dict(trained.named_buffers())["1.running_mean"]
+            followed = dict(bnn.posterior.shared()).get("1.running_mean", mean)
+            assert torch.equal(followed, mean) is not adapts
+            assert ("one draw a batch" in str(result)) is adapts
+
+
+def test_adam(trained: nn.Module, loader: DataLoader) -> None:
+    posterior = bayesify.convert(trained, BayesAdapter()).posterior
+    optimizer = BayesAdapter(adam=True, lr=1e-4, psi_lr=1e-3).optimizer(posterior, 100)
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-4, 1e-3]
+    bnn = bayesify.convert(trained, BayesAdapter(adam=True, lr=1e-3, psi_lr=1e-2, draws=4))
+    before = bnn.posterior.mean["0.weight"].detach().clone()
+    bnn.fit(loader, keep="last", progress=False)
+    assert not torch.equal(bnn.posterior.mean["0.weight"], before)

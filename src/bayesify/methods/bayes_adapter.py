@@ -52,6 +52,7 @@ class BayesAdapter(Method):
         psi_lr: Learning rate of psi, a fifth of it from each quarter of the fit to the next.
         adapt_statistics: Whether running statistics of normalisation layers follow the training
             images. Then a batch has one draw, unless `fit(groups=...)` says otherwise.
+        adam: Trains by Adam instead of SGD, which wants other rates: 1e-4 and 1e-3, for instance.
 
     Example:
         >>> BayesAdapter(draws=8).groups(272_000) is None  # a draw for each example
@@ -70,6 +71,7 @@ class BayesAdapter(Method):
     lr: float = 1e-4
     psi_lr: float = 0.1
     adapt_statistics: bool = False
+    adam: bool = False
 
     takes_ood: ClassVar[bool] = True
 
@@ -94,14 +96,15 @@ class BayesAdapter(Method):
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:
         """Means and psi at rates of their own, with the KL's gradients built in."""
         assert isinstance(posterior, MeanField)  # noqa: S101  (made above)
-        optimizer = torch.optim.SGD(
-            [
-                {"params": list(posterior.mean.parameters()), "lr": self.lr},
-                {"params": list(posterior.log_std.parameters()), "lr": self.psi_lr},
-            ],
-            momentum=0.9,
-            nesterov=True,
-        )
+        groups = [
+            {"params": list(posterior.mean.parameters()), "lr": self.lr},
+            {"params": list(posterior.log_std.parameters()), "lr": self.psi_lr},
+        ]
+        optimizer: torch.optim.Optimizer
+        if self.adam:
+            optimizer = torch.optim.Adam(groups)
+        else:
+            optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
         return with_kl_gradients(optimizer, posterior, self.weight_decay, examples)
 
     def rates(self, progress: float) -> Sequence[float]:
