@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
 from bayesify.batches import as_inputs
+from bayesify.sampling import PeakMemory
 
 aten = torch.ops.aten
 
@@ -225,6 +226,49 @@ def test_a_tape_follows_what_trains() -> None:
     assert not torch.allclose(before, after, atol=1e-4)
     bnn.strategy = "looped"
     torch.testing.assert_close(bnn.predict(x).probs, after, atol=1e-5, rtol=1e-5)
+
+
+def test_taping_takes_no_more_memory_than_running() -> None:
+    layers = [nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(12):
+        layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 256, 3)).eval()
+    bnn = bayesify.convert(network, ABNN(draws=6))
+    inputs = as_inputs(torch.randn(4, 3, 16, 16))
+    draws = bnn.posterior.draws(0, range(6))
+    with torch.no_grad():
+        with PeakMemory() as plain:
+            network(*inputs.args)
+        with PeakMemory() as taping:
+            bnn.runner._record(draws, inputs)
+    assert taping.peak < 2 * plain.peak
+
+
+@pytest.mark.parametrize("strategy", ["folded", "stacked"])
+@pytest.mark.filterwarnings("ignore:.*performance drop")
+def test_gradients_do_not_go_through_a_tape(strategy: str) -> None:
+    bnn = bayesify.convert(shaken(Residual(inplace=True)), ABNN(draws=6))
+    bnn.strategy = strategy
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    bnn(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
+def test_a_network_that_needs_gradients_of_its_own() -> None:
+    class Sloping(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(self.stem(x).sum(), x)
+            return super().forward(x.detach() + 0.1 * slope)
+
+    bnn = bayesify.convert(shaken(Sloping()), ABNN(draws=6))
+    x = torch.randn(2, 3, 8, 8)
+    auto = bnn.predict(x).probs
+    bnn.strategy = "looped"
+    torch.testing.assert_close(auto, bnn.predict(x).probs)
 
 
 @pytest.mark.filterwarnings("ignore:.*performance drop")

@@ -201,11 +201,14 @@ class Runner:
         count = _count(draws)
         if not draws or count == 1:
             return Way("looped")
-        if self.strategy != "auto":
-            return self._within(self.strategy, draws, inputs, memory_budget)
+        strategy = self.strategy
         if torch.is_grad_enabled() or torch.is_autocast_enabled(_device_type(draws)):
-            together = self.shares_trunk or len(inputs) <= FEW_EXAMPLES
-            strategy = "vectorised" if together else "looped"
+            # A tape has neither gradients nor mixed precision.
+            if strategy == "auto" and (self.shares_trunk or len(inputs) <= FEW_EXAMPLES):
+                strategy = "vectorised"
+            elif strategy != "vectorised":
+                strategy = "looped"
+        if strategy != "auto":
             return self._within(strategy, draws, inputs, memory_budget)
         if count < WORTH_MEASURING:
             return Way("looped")
@@ -272,15 +275,18 @@ class Runner:
                 good = self._agrees(Way("folded", 1, tape), draws, inputs)
                 tape.stacks = good and self._agrees(Way("stacked", 2, tape), draws, inputs)
                 self._tapes[situation] = tape if good else None
-            except CannotTapeError:
-                self._tapes[situation] = None
+            except torch.OutOfMemoryError:
+                raise
+            except (CannotTapeError, RuntimeError, TypeError, ValueError):
+                self._tapes[situation] = None  # what is wrong with the inputs, a loop will say
         return self._tapes[situation]
 
     def _record(self, draws: Draws, inputs: Inputs) -> Tape:
         # Of its own: what a network may store away as it runs here is no ordinary tensor.
         network = private_copy(self.replicas.network)
+        inputs = inputs.map(Tensor.detach)
         own = {name: value[0] for name, value in draws.items()}
-        named = {**self.shared(), **own}
+        named = {**{name: value.detach() for name, value in self.shared().items()}, **own}
         with torch.inference_mode(), Recorder(named, list(own), inputs.tensors()) as recorder:
             result = self._call(network, own, inputs, shared=named)
         return recorder.tape(result)

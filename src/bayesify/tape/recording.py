@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from bayesify.tape.playing import Tape
 from bayesify.tape.steps import Slot, Step, aten
 
+MARK = "_bayesify_slot"
+
 
 class CannotTapeError(Exception):
     """The network does something that a tape cannot repeat."""
@@ -20,7 +22,8 @@ class Recorder(TorchDispatchMode):
     """Tapes the operations done inside it.
 
     Args:
-        named: The tensors that will be other ones for each draw, or each time.
+        named: The tensors that will be other ones for each draw, or each time. They and the inputs
+            get a mark, so that they should not be anybody else's.
         random: Which of these are a draw's.
         inputs: The inputs' tensors.
     """
@@ -29,8 +32,8 @@ class Recorder(TorchDispatchMode):
         self, named: Mapping[str, Tensor], random: Sequence[str], inputs: Sequence[Tensor]
     ) -> None:
         super().__init__()
-        self._alive: list[Tensor] = []
-        self._slots: dict[int, int] = {}
+        self._token = object()
+        self._shapes: list[torch.Size] = []
         self._constants: dict[int, Tensor] = {}
         self._steps: list[Step] = []
         self._made: set[int] = set()
@@ -47,11 +50,11 @@ class Recorder(TorchDispatchMode):
         _check(func, result)
         outputs = list(tree_iter(result))
         operands = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        if not func._schema.is_mutable and all(id(output) in self._slots for output in outputs):
+        if not func._schema.is_mutable and all(map(self._is_known, outputs)):
             return result  # dropout in evaluation mode, for instance, hands on its input
         slots = tree_map(lambda v: Slot(self._read(v)) if isinstance(v, Tensor) else v, args)
         named = tree_map(lambda v: Slot(self._read(v)) if isinstance(v, Tensor) else v, kwargs)
-        random = any(self._slots[id(operand)] in self._random for operand in operands)
+        random = any(self._slot(operand) in self._random for operand in operands)
         if func._schema.is_mutable:
             self._check_written(func, args, random=random)
         numbers = [self._slot(output) for output in outputs]
@@ -71,20 +74,25 @@ class Recorder(TorchDispatchMode):
         Raises:
             CannotTapeError: If the output was not made by an operation on the tape.
         """
-        number = self._slots.get(id(result), -1)
+        number = self._slot(result)
         if number not in self._made or number not in self._random:
             raise CannotTapeError("the output does not come from a draw by operations of torch")
-        shapes = [tensor.shape for tensor in self._alive]
-        return Tape(self._steps, self._constants, self._named, self._inputs, number, shapes)
+        return Tape(self._steps, self._constants, self._named, self._inputs, number, self._shapes)
 
     def _slot(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._slots:
-            self._slots[id(tensor)] = len(self._alive)
-            self._alive.append(tensor)  # an id stands for this tensor as long as it lives
-        return self._slots[id(tensor)]
+        """The number of a tensor, which it wears: tensors come and go, and with them their ids."""
+        token, number = getattr(tensor, MARK, (None, -1))
+        if token is not self._token:
+            number = len(self._shapes)
+            self._shapes.append(tensor.shape)
+            setattr(tensor, MARK, (self._token, number))
+        return number
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return getattr(tensor, MARK, (None, -1))[0] is self._token
 
     def _read(self, tensor: Tensor) -> int:
-        known = id(tensor) in self._slots
+        known = self._is_known(tensor)
         number = self._slot(tensor)
         if not known:
             self._constants[number] = tensor
@@ -92,7 +100,7 @@ class Recorder(TorchDispatchMode):
 
     def _check_written(self, func: Any, args: tuple[Any, ...], *, random: bool) -> None:
         """Writing is repeated only into what the tape itself made, and made anew for each draw."""
-        written = self._slots[id(args[0])] if args and isinstance(args[0], Tensor) else -1
+        written = self._slot(args[0]) if args and isinstance(args[0], Tensor) else -1
         if written not in self._made or written in self._viewed:
             raise CannotTapeError(f"{func} writes into what it did not make")
         if random and written not in self._random:
