@@ -4,8 +4,8 @@
 
 METHOD is bayes-adapter (without regularisation, the paper's BayesAdapter-), the same with running
 statistics that adapt (for which --epochs 8 --batch-size 50 --augment none --keep last), with
-outliers by uniform noise of 8/255 around training images, ibnn, or ibnn-wide. Fits on CIFAR-10 training
-images alone, no temperature, then looks at all 10,000 test images and 5,000 SVHN crops once.
+outliers by uniform noise of 8/255 around training images, ibnn, or ibnn-wide. Fits on CIFAR-10
+training images alone, no temperature, then looks at all 10,000 test images and 5,000 SVHN crops.
 --pgd attacks 1,000 test images (20 steps of 0.003 within 0.031, through 20 draws) and tells them
 from the clean ones by mutual information, and for the network itself by its entropy.
 Writes benchmarks/results/resnet20-METHOD-AUGMENT-seed<seed>.json.
