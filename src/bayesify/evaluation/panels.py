@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+import numpy as np
+
 from bayesify.evaluation.plots import (
     BLUE,
     COLOURS,
@@ -118,7 +120,10 @@ def entropies(
             )
         axes.set(xlabel="predictive entropy (nats)", ylabel="inputs (%)", title=_short(name))
         axes.set_xlim(curve["edges"][0], curve["edges"][-1])
+        # Most test inputs leave no doubt: on a plain scale their one bar would hide the rest.
+        axes.set_yscale("function", functions=(np.sqrt, np.square))
         axes.set_ylim(0, top)
+        axes.set_yticks([tick for tick in (1, 5, 20, 40, 60, 80, 100) if tick <= top])
         _legend(figure, axes)
     return figure
 
