@@ -123,7 +123,9 @@ def entropies(
         # Most test inputs leave no doubt: on a plain scale their one bar would hide the rest.
         axes.set_yscale("function", functions=(np.sqrt, np.square))
         axes.set_ylim(0, top)
-        axes.set_yticks([tick for tick in (1, 5, 20, 40, 60, 80, 100) if tick <= top])
+        axes.set_yticks(
+            [tick for tick in (1, 5, 20, 40, 60, 80, 100) if tick <= axes.get_ylim()[1]]
+        )
         _legend(figure, axes)
     return figure
 
