@@ -61,6 +61,27 @@ def test_draws_follow_what_they_are_drawn_from(cnn: nn.Module, images: Tensor) -
     assert not torch.equal(bnn.predict(images).probs, first)
 
 
+def test_without_noise_a_component_runs_once(
+    cnn: nn.Module, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bnn = bayesify.convert(cnn, ABNN(members=3, draws=12))
+    bnn.strategy = "looped"
+    calls = []
+    plain = type(bnn.runner).plain
+    monkeypatch.setattr(
+        type(bnn.runner), "plain", lambda *args: calls.append(len(args[2])) or plain(*args)
+    )
+    counts = []
+    for bnn.noise in (0.1, 0.0):
+        calls.clear()
+        bnn.predict(images)
+        counts.append(calls.count(len(images)))
+    assert counts == [12, 3]
+    every = bnn.predict(images, keep_draws=True)
+    assert len(every.draws) == 12
+    torch.testing.assert_close(every.probs, bnn.predict(images).probs)
+
+
 def test_deepcopy_is_independent(cnn: nn.Module, images: Tensor) -> None:
     bnn = bayesify.convert(cnn)
     bnn.temperature, bnn.noise = 2.0, 0.2

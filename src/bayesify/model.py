@@ -304,6 +304,8 @@ class BayesianModel(nn.Module):
             raise SettingError(f"batch_size={batch_size} must be 1 or more.")
         if tolerance is not None:
             check_tolerance(tolerance, keep_draws=keep_draws)
+        elif self.noise == 0 and not keep_draws:
+            count = self.method.components  # without noise a component's draws are all alike
         with torch.no_grad():
             drawn = self._drawn(seed, count)
 
