@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
 from bayesify.methods import Method
 from bayesify.outliers import Normalisation, Outliers
 from bayesify.plan import plan
-from bayesify.posterior import Draws
 from bayesify.prediction import Prediction
 from bayesify.sampling import STRATEGIES, Runner, private_copy
 from bayesify.sites import Site, Where, find_statistics, named_tensors
@@ -27,8 +25,6 @@ from bayesify.training import Fit, FitResult
 
 if TYPE_CHECKING:
     from bayesify.evaluation.report import Report
-
-KEPT_BYTES = 1 << 24  # of draws, from one prediction to the next
 
 
 def convert(
@@ -110,7 +106,6 @@ class BayesianModel(nn.Module):
         self.temperature = 1.0
         self._shares_trunk = shares_trunk
         self._fingerprint: str | None = None
-        self._last_draws: tuple[Any, Draws] = (None, {})
         self._network_changed()
 
     # What it is
@@ -307,7 +302,7 @@ class BayesianModel(nn.Module):
         elif self.noise == 0 and not keep_draws:
             count = self.method.components  # without noise a component's draws are all alike
         with torch.no_grad():
-            drawn = self._drawn(seed, count)
+            drawn = self.posterior.draws(seed, range(count))
 
             def parts(inputs: Inputs) -> Iterator[Prediction]:
                 inputs.require_finite()
@@ -381,7 +376,8 @@ class BayesianModel(nn.Module):
         self, inputs: Inputs, *, draws: int | None = None, seed: int = 0
     ) -> Iterator[Tensor]:
         """Outputs of consecutive draws, stacked, before the temperature."""
-        return self.runner.outputs(self._drawn(seed, self._draws(draws)), inputs)
+        drawn = self.posterior.draws(seed, range(self._draws(draws)))
+        return self.runner.outputs(drawn, inputs)
 
     def judge(
         self, batches: Iterable[tuple[Inputs, Any]], *, draws: int, seed: int
@@ -477,21 +473,6 @@ class BayesianModel(nn.Module):
                 "bayesify shares them. Convert it again, or convert copy.deepcopy(model) if you go "
                 "on training it."
             )
-
-    def _drawn(self, seed: int, count: int) -> Draws:
-        """Draws of a seed; without gradients, the last ones are kept if they are small."""
-        if torch.is_grad_enabled():
-            return self.posterior.draws(seed, range(count))
-        tensors = chain(self.posterior.parameters(), self.posterior.buffers())
-        state = tuple((id(t), t.data_ptr(), t._version) for t in tensors if not t.is_inference())
-        asked = (id(self.posterior), seed, count, self.noise, state)
-        last, drawn = self._last_draws
-        if last == asked:
-            return drawn
-        drawn = self.posterior.draws(seed, range(count))
-        if sum(stack.nbytes for stack in drawn.values()) <= KEPT_BYTES:
-            self._last_draws = (asked, drawn)
-        return drawn
 
     def _draws(self, draws: int | None) -> int:
         return self.method.draws if draws is None else self.method.check_draws(draws)

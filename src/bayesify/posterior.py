@@ -21,6 +21,7 @@ from bayesify.sites import Site
 Draws = dict[str, Tensor]
 
 POOL = 1 << 22
+KEPT_BYTES = 1 << 24  # of noise, from one prediction to the next
 
 
 def key(*parts: object) -> int:
@@ -125,6 +126,7 @@ class Posterior(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.statistics = NamedTensors({})
+        self._last_noise: tuple[object, Draws] = (None, {})
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -171,17 +173,27 @@ class Posterior(nn.Module, ABC):
         in first order cancels within a pair, so that fewer draws do (antithetic variates).
         """
         anchor = next(chain(self.parameters(), self.buffers()), torch.empty(0))
+        noise = {n: value.to(anchor.device) for n, value in self._mirrored(seed, indices).items()}
+        component = torch.tensor(list(indices), device=anchor.device) % self.components
+        drawn: Draws = self(component, noise)
+        return drawn
+
+    def _mirrored(self, seed: int, indices: Sequence[int]) -> Draws:
+        """Noise in mirrored pairs; the last is kept if it is small, as it depends on no weight."""
+        asked = (seed, tuple(indices), self.components, tuple(self.shapes().items()))
+        last, noise = self._last_noise
+        if last == asked:
+            return noise
         mirrored = [index // self.components % 2 for index in indices]
         originals = [i - self.components * odd for i, odd in zip(indices, mirrored, strict=True)]
-        noise = normals(self.shapes(), seed=seed, indices=originals)
         sign = 1.0 - 2.0 * torch.tensor(mirrored)
-        moved = {
-            name: (value * sign.view(-1, *[1] * (value.ndim - 1))).to(anchor.device)
-            for name, value in noise.items()
+        noise = {
+            name: value * sign.view(-1, *[1] * (value.ndim - 1))
+            for name, value in normals(self.shapes(), seed=seed, indices=originals).items()
         }
-        component = torch.tensor(list(indices), device=anchor.device) % self.components
-        drawn: Draws = self(component, moved)
-        return drawn
+        if sum(value.nbytes for value in noise.values()) <= KEPT_BYTES:
+            self._last_noise = (asked, noise)
+        return noise
 
 
 class Fixed(Posterior):
