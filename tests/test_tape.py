@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
 from bayesify.batches import as_inputs
-from bayesify.sampling import PeakMemory
+from bayesify.sampling import MOST_SHAPES, PeakMemory
 
 aten = torch.ops.aten
 
@@ -304,3 +304,30 @@ def test_auto_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again.predict(x)
     assert len(found) == 1
     assert found[0] in ("folded", "stacked")
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop")
+def test_texts_of_all_lengths_are_not_all_taped(monkeypatch: pytest.MonkeyPatch) -> None:
+    bnn = bayesify.convert(shaken(Attending()), ABNN(draws=6))
+    taped = []
+    record = type(bnn.runner)._record
+    monkeypatch.setattr(type(bnn.runner), "_record", lambda *args: taped.append(1) or record(*args))
+    for length in range(30, 30 + 2 * MOST_SHAPES):
+        x = torch.randn(2, length, 8)
+        bnn.strategy = "auto"
+        auto = bnn.predict(x).probs
+        bnn.strategy = "looped"
+        torch.testing.assert_close(auto, bnn.predict(x).probs, atol=1e-5, rtol=1e-5)
+    assert len(taped) == MOST_SHAPES
+
+
+def test_a_network_that_refuses_other_inputs_is_run_as_it_is() -> None:
+    class Particular(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 2 and float(x.detach().numpy().max()) != 1.0:
+                raise ValueError("images must reach 1")
+            return super().forward(x)
+
+    bnn = bayesify.convert(shaken(Particular()), ABNN(draws=6))
+    bnn.strategy = "folded"
+    assert len(bnn.predict(torch.rand(2, 3, 8, 8).clamp_min(1.0))) == 2

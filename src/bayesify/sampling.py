@@ -33,6 +33,9 @@ CACHE = 3 << 23
 FEW_EXAMPLES = 8
 # Draws below which finding the fastest way costs more than it wins, and by which it is found.
 WORTH_MEASURING = 4
+# Shapes of input that are taped and measured. Beyond that (texts of all lengths) shapes hardly come
+# twice, and finding out costs more than it wins.
+MOST_SHAPES = 16
 # Results of several draws are handed on together, up to this many numbers.
 TOGETHER = 1 << 16
 STRATEGIES = ("looped", "vectorised", "folded", "stacked")
@@ -152,6 +155,7 @@ class Runner:
         self._vmaps: dict[tuple[bool, bool, str], bool] = {}
         self._bytes: dict[str, int] = {}
         self._tapes: dict[str, Tape | None] = {}
+        self._shapes: set[str] = set()
         self._kind = _kind(network)
         self.used: set[str] = set()
 
@@ -202,20 +206,29 @@ class Runner:
         if not draws or count == 1:
             return Way("looped")
         strategy = self.strategy
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(_device_type(draws)):
-            # A tape has neither gradients nor mixed precision.
-            if strategy == "auto" and (self.shares_trunk or len(inputs) <= FEW_EXAMPLES):
-                strategy = "vectorised"
-            elif strategy != "vectorised":
-                strategy = "looped"
-        if strategy != "auto":
-            return self._within(strategy, draws, inputs, memory_budget)
+        # A tape has neither gradients nor mixed precision.
+        tapes = not (torch.is_grad_enabled() or torch.is_autocast_enabled(_device_type(draws)))
+        if strategy == "auto" and tapes:
+            strategy = self._measured(draws, inputs, memory_budget)
+        if strategy == "auto":
+            together = self.shares_trunk or len(inputs) <= FEW_EXAMPLES
+            strategy = "vectorised" if together else "looped"
+        elif strategy in ("folded", "stacked") and not tapes:
+            strategy = "looped"
+        return self._within(strategy, draws, inputs, memory_budget)
+
+    def _measured(self, draws: Draws, inputs: Inputs, memory_budget: int) -> str:
+        """The fastest strategy, measured once in a process; "auto" where that is not worth it."""
+        count, shape = _count(draws), inputs.describe()
         if count < WORTH_MEASURING:
-            return Way("looped")
-        situation = (self._kind, inputs.describe(), ",".join(draws), count, torch.get_num_threads())
+            return "looped"
+        situation = (self._kind, shape, ",".join(draws), count, torch.get_num_threads())
         if situation not in FASTEST:
+            self._shapes.add(shape)
+            if len(self._shapes) > MOST_SHAPES:
+                return "auto"
             FASTEST[situation] = self._fastest(draws, inputs, memory_budget)
-        return self._within(FASTEST[situation], draws, inputs, memory_budget)
+        return FASTEST[situation]
 
     def _within(self, strategy: str, draws: Draws, inputs: Inputs, memory_budget: int) -> Way:
         """The way of a strategy that keeps to the budget; where it cannot go, a loop."""
