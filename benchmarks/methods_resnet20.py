@@ -30,9 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 METHODS: dict[str, Method] = {
     "bayes-adapter": BayesAdapter(),
     # As others ran mean-field VI from this checkpoint: clean images, statistics that adapt.
-    "bayes-adapter-adapting": BayesAdapter(
-        adapt_statistics=True, adam=True, lr=1e-4, psi_lr=1e-3, draws=100
-    ),
+    "bayes-adapter-adapting": BayesAdapter(adapt_statistics=True, adam=True, lr=1e-4, psi_lr=1e-3),
     "bayes-adapter-ood": BayesAdapter(ood_radius=8 / 255),
     "ibnn": IBNN(),
     # The noise to start from was chosen by held-out training images under strong augmentation.

@@ -37,7 +37,7 @@ FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # of the method's own noise
 
 def parts(network: nn.Module, method: Method) -> dict[str, Any]:
     """What may be random, by name: late parts of the network, early ones, and every other layer."""
-    blocks = len(network.layer3)  # type: ignore[arg-type]
+    blocks = len(list(network.get_submodule("layer3").children()))
     last = [f"layer3.{blocks - 1}.*"]
     head = [] if isinstance(method, ABNN) else ["fc.*"]
     every_other = [

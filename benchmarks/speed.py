@@ -147,7 +147,7 @@ def ensemble(network: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def torch_uncertainty_abnn(network: nn.Module, x: Tensor) -> Callable[[], object]:
-    from torch_uncertainty.post_processing import abnn  # type: ignore
+    from torch_uncertainty.post_processing import abnn
 
     theirs = abnn.ABNN(
         num_classes=10, random_prior=1.0, alpha=0.1, num_models=3, num_samples=4, base_lr=1e-3,
@@ -161,7 +161,7 @@ def torch_uncertainty_abnn(network: nn.Module, x: Tensor) -> Callable[[], object
 
 
 def bayesian_torch_moped(network: nn.Module, x: Tensor) -> Callable[[], object]:
-    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn  # type: ignore
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 
     settings = {
         "prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0,
@@ -174,7 +174,7 @@ def bayesian_torch_moped(network: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def laplace_last_layer(network: nn.Module, x: Tensor) -> Callable[[], object]:
-    from laplace import Laplace  # type: ignore
+    from laplace import Laplace
 
     data = TensorDataset(torch.randn(256, 3, 32, 32), torch.randint(10, (256,)))
     with torch.enable_grad():
