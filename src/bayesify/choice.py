@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ROUNDING = 1e-4  # nats: what calibration may differ by where candidates are the same function
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -49,7 +51,7 @@ class Choice:
     @property
     def chosen(self) -> Candidate:
         """The cheapest that is worse than the best by no more than a standard error."""
-        return next(each for each in self.candidates if each.worse <= each.error)
+        return next(each for each in self.candidates if each.worse <= max(each.error, ROUNDING))
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -50,11 +50,13 @@ def choose(
     Example:
         >>> import torch
         >>> from bayesify import ABNN
-        >>> network = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.LayerNorm(8))
-        >>> loader = [(torch.randn(40, 4), torch.arange(40) % 8)]
-        >>> choice = choose(network, ABNN(draws=3), validation=loader)
-        >>> [candidate.where for candidate in choice.candidates]
-        [1, 2]
+        >>> _ = torch.manual_seed(0)
+        >>> network = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 8), nn.LayerNorm(8))
+        >>> x = torch.randn(200, 3)
+        >>> y = 4 * network(x).detach() * torch.randn(200, 8)
+        >>> choice = choose(network, ABNN(), likelihood="regression", validation=[(x, y)])
+        >>> choice.sites
+        ('2.weight',)
     """
     whole = convert(model, method, likelihood=likelihood)
     _require_spread(whole)
@@ -81,15 +83,17 @@ def choose(
         Candidate(*row, *_judge(each, best), cost / costs[-1])
         for row, each, cost in zip(tried, losses, costs, strict=True)
     )
-    if not any(candidate.noise for candidate in candidates):
+    choice = Choice(candidates, tuple(order), len(best), held.augmented)
+    if choice.chosen.noise == 0:
         warnings.warn(
-            "where='auto' had nothing to choose by: no noise anywhere made the held-out data more "
-            "likely. If the network was trained on them, pass validation= with data it has not "
-            "seen; otherwise say which sites, where=4 for the last four.",
+            f"where='auto' had little to choose by: the network itself, without noise, is as "
+            f"likely as any candidate on these {len(best)} examples, so the cheapest was taken. "
+            f"Pass more data that the network has not seen, or say which sites: where=4 for the "
+            f"last four.",
             BayesifyWarning,
             stacklevel=3,
         )
-    return Choice(candidates, tuple(order), len(best), held.augmented)
+    return choice
 
 
 def _judge(losses: Tensor, best: Tensor) -> tuple[float, float, float]:
