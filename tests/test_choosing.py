@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
+from architectures import ARCHITECTURES
 from bayesify import (
     ABNN,
     IBNN,
@@ -182,6 +183,29 @@ def test_any_method_leaves_the_network_alone_and_its_settings(
     same = bayesify.convert(trained, method, where=list(bnn.choice.sites))
     x = next(iter(validation))[0]
     assert torch.equal(same.predict(x).probs, bnn.predict(x).probs)
+
+
+@pytest.mark.parametrize("name", ["torch-transformer", "torch-lstm", "transformers-Bert"])
+@pytest.mark.filterwarnings("ignore::bayesify.BayesifyWarning")
+def test_any_network(name: str, untouched: Callable[..., Any]) -> None:
+    architecture = next(each for each in ARCHITECTURES if each.name == name)
+    network = architecture.build().eval()
+    x, y = architecture.example(), torch.tensor([0, 1])
+    batch = {**x, "labels": y} if isinstance(x, dict) else (x, y)
+    with untouched(network):
+        bnn = bayesify.convert(network, ABNN(draws=3), where="auto", validation=[batch] * 3)
+    costs = [candidate.cost for candidate in bnn.choice.candidates]
+    assert costs == sorted(set(costs))
+    assert costs[-1] == 1.0
+    assert bnn.predict(x).probs.shape == (2, 5)
+
+
+@pytest.mark.filterwarnings("ignore::bayesify.BayesifyWarning")
+def test_dense_outputs_are_judged_by_example() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
+    loader = [(torch.randn(10, 1, 6, 6), torch.randint(0, 3, (10, 4, 4)))]
+    bnn = bayesify.convert(network.eval(), ABNN(draws=3), where="auto", validation=loader)
+    assert bnn.choice.examples == 5
 
 
 def test_one_seed_one_choice() -> None:
