@@ -146,6 +146,8 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], home: Path) -> None
         (("plan", "digits", "--set", "noise=much"), "--set noise=much: a number is wanted"),
         (("plan", "digits", "--set", "members=5"), "draws=24 is not a multiple"),
         (("plan", "digits", "--where", "layer9.*"), "layer9.*"),
+        (("plan", "digits", "--where", "auto"), "a plan has none"),
+        (("plan", "digits", "--where", "auto", "--where", "bn1*"), "no site matches 'auto'"),
         (("plan", "digits", "--weights", "absent.safetensors"), "there is no such file"),
         (("fit", "digits", "absent.npz", "--output", "x"), "absent.npz"),
         (("fit", "digits", "digits:train", "--output", "net.py"), "net.py exists"),
@@ -227,6 +229,23 @@ def test_fit_with_last_weights_and_normalisation(home: Path) -> None:
     assert "--normalise '0.1;0.9'" in result.output
     saved = json.loads((home / "bnn" / "bayesify.json").read_text())
     assert saved["sites"] == ["bn3.weight"]
+
+
+def test_fit_chooses_sites_by_held_out_data(home: Path) -> None:
+    settings = ("--set", "members=2", "--set", "draws=4", "--where", "auto", "--no-progress")
+    by_validation = call(
+        *("fit", "net.py:build", "data.npz:train", "--validation", "data.npz:validation"),
+        *settings, "--output", "bnn",
+    )  # fmt: skip
+    assert by_validation.exit_code == 0, by_validation.output
+    assert "judged by 15 examples" in by_validation.stdout
+    saved = json.loads((home / "bnn" / "bayesify.json").read_text())
+    bnn = bayesify.load(home / "bnn", load_model("net.py:build"))
+    assert tuple(saved["sites"]) == bnn.choice.sites
+    assert str(bnn.choice) in by_validation.stdout
+    by_training = call("fit", "net.py:build", "data.npz:train", *settings, "--output", "other")
+    assert by_training.exit_code == 0, by_training.output
+    assert "judged by 3 examples" in by_training.stdout
 
 
 def test_an_interrupted_command_goes_on_when_run_again(

@@ -14,13 +14,14 @@ HEAVY = [
 
 # What stands higher never imports what stands lower, at the top of a file.
 ORDER = [
-    "errors", "files", "sites", "gates", "posterior",
+    "errors", "files", "sites", "operations", "gates", "posterior",
     "methods.method", "methods.abnn", "methods.bayes_adapter", "methods.ibnn",
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace", "methods",
     "batches", "likelihood", "tape.steps", "tape.passes", "tape.playing", "tape.recording", "tape",
     "sampling", "plan", "prediction", "adaptive", "augmentation", "validation",
-    "outliers", "gradients", "training", "calibration", "model",
+    "outliers", "gradients", "training", "calibration", "choice", "model",
+    "choosing",
     "evaluation", "evaluation.checks", "evaluation.ranking", "evaluation.calibration",
     "evaluation.classification", "evaluation.detection", "evaluation.selective",
     "evaluation.regression", "evaluation.segmentation", "evaluation.diversity",

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 import bayesify
 from architectures import Shared, ZeroCentredRMSNorm
-from bayesify import ABNN, NothingToRandomiseError, SettingError, UnknownSiteError
+from bayesify import ABNN, BayesAdapter, NothingToRandomiseError, SettingError, UnknownSiteError
 from bayesify.sites import find_norms, select, slots
 
 
@@ -159,6 +159,22 @@ def test_execution_order() -> None:
     x = torch.randn(2, 3)
     assert bayesify.plan(network, where=1, example=x).sites[0].name == "last.weight"
     assert not network.first._forward_pre_hooks
+
+
+def test_a_layer_that_is_not_called_runs_with_the_module_around_it() -> None:
+    """Attention uses the weight of its last projection without calling it."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x)[0].mean(1))
+
+    found = bayesify.plan(Attending(), BayesAdapter(), where=2, example=torch.randn(2, 3, 4))
+    assert [site.name for site in found.sites] == ["head.weight", "head.bias"]
 
 
 def test_network_without_norms() -> None:

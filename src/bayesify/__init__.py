@@ -1,5 +1,6 @@
 """bayesify makes a trained PyTorch network Bayesian, without retraining it."""
 
+from bayesify.choice import Choice
 from bayesify.compare import compare
 from bayesify.errors import (
     BayesifyError,
@@ -47,6 +48,7 @@ __all__ = [
     "BayesifyError",
     "BayesifyWarning",
     "Binary",
+    "Choice",
     "Classification",
     "Comparison",
     "CorruptFileError",

@@ -107,7 +107,11 @@ Settings = Annotated[
 ]
 Where = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB", help="Only sites whose name matches: 'layer3.*'. Repeatable."),
+    typer.Option(
+        metavar="GLOB",
+        help="Only sites whose name matches: 'layer3.*'. Repeatable. Where there is data, auto: "
+        "the fewest late layers that do as well on held-out data as any.",
+    ),
 ]
 Last = Annotated[int | None, typer.Option(metavar="K", help="Only the last K sites.")]
 Validation = Annotated[
@@ -268,13 +272,20 @@ def fit(
     # Read before training, so that a wrong name does not cost a night.
     spare = None if calibration is None else _loader(calibration, batch_size, normalise, size)
     strange = None if ood is None else _loader(ood, batch_size, normalise, size)
+    deciding: dict[str, Any] = {}
+    if chosen == "auto":
+        deciding = {"training": loader} if held is None else {"validation": held}
     bnn = convert(
         load_model(model, weights=weights),
         _method(method, settings),
         likelihood=likelihood,
         where=chosen,
         example=None if last is None else _first(_readable(data, 1, normalise, size)),
+        seed=seed,
+        **deciding,
     )
+    if bnn.choice is not None:
+        typer.echo(f"{bnn.choice}\n")
     kept = checkpoint or output.with_name(f"{output.name}.checkpoint.safetensors")
     if kept.exists():
         _say(f"continuing from {kept}")
@@ -610,9 +621,11 @@ def _read(name: str, text: str, kind: Any) -> Any:
     return text
 
 
-def _where(globs: list[str] | None, last: int | None) -> list[str] | int | None:
+def _where(globs: list[str] | None, last: int | None) -> str | list[str] | int | None:
     if globs and last is not None:
         raise typer.BadParameter("give --where or --last, not both.", param_hint="--where")
+    if globs == ["auto"]:
+        return "auto"
     return last if last is not None else (globs or None)
 
 

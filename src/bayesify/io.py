@@ -1,11 +1,13 @@
 """Saving and loading: a folder with the posterior's tensors and a JSON that says what they are."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bayesify.choice import Choice
 from bayesify.errors import BayesifyError, CorruptFileError, SettingError, WrongNetworkError
 from bayesify.files import (
     matches,
@@ -38,6 +40,7 @@ def save(model: BayesianModel, path: str | Path) -> None:
         "method": {"name": method_name(model.method), "settings": model.method.to_dict()},
         "likelihood": _describe(model.likelihood),
         "sites": [site.name for site in model.sites],
+        "choice": None if model.choice is None else asdict(model.choice),
         "noise": model.noise,
         "temperature": model.temperature,
         "network": {
@@ -85,6 +88,7 @@ def load(
         noise, temperature = float(description["noise"]), float(description["temperature"])
         if not 0 < temperature < float("inf"):
             raise CorruptFileError(f"{path / DESCRIPTION} has a temperature of {temperature}.")
+        choice = Choice.from_dict(chosen) if (chosen := description.get("choice")) else None
         method = make_method(description["method"]["name"], description["method"]["settings"])
         meaning = _likelihood(description["likelihood"], likelihood)
     except BayesifyError:
@@ -107,6 +111,7 @@ def load(
             parameter.copy_(tensors[name])
     loaded.noise = noise
     loaded.temperature = temperature
+    loaded.choice = choice
     return loaded
 
 

@@ -12,6 +12,7 @@ from bayesify.adaptive import Adaptive, check_tolerance
 from bayesify.augmentation import Augment
 from bayesify.batches import Inputs, as_inputs, is_loader, split_batch
 from bayesify.calibration import Calibration, Search
+from bayesify.choice import Choice
 from bayesify.errors import DataError, SettingError, WrongNetworkError
 from bayesify.files import fingerprint
 from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
@@ -34,6 +35,9 @@ def convert(
     likelihood: str | Likelihood = "classification",
     where: Where = None,
     example: Any = None,
+    validation: Iterable[Any] | None = None,
+    training: Iterable[Any] | None = None,
+    seed: int = 0,
 ) -> "BayesianModel":
     """Makes a trained network Bayesian. The network itself is left as it is.
 
@@ -42,13 +46,20 @@ def convert(
         method: What becomes random and how; `ABNN()` by default.
         likelihood: "classification", "binary", "multilabel", "regression", or a `Likelihood`.
         where: Which sites: a glob or globs over tensor names, the number of last sites, or a
-            predicate on the name; all by default.
+            predicate on the name; all by default. "auto" chooses by held-out likelihood how
+            many of the last layers, the fewest that do: see `bayesify.choosing`. It chooses sites
+            and nothing else: fit and calibrate as ever. `BayesianModel.choice` says what it tried.
         example: Inputs by which the execution order of the sites is learned, for `where=k`.
+        validation: For "auto": data that the network has not seen; the first 2,000 examples count.
+        training: For "auto", where there is no such data: what the network was trained on. A tenth
+            of it decides, as in `fit`: images under strong augmentation.
+        seed: For "auto": one seed, one choice.
 
     Raises:
         NothingToRandomiseError: If the network has nothing the method could make random.
         UnknownSiteError: If `where` matches nothing.
         UnsupportedNetworkError: If the network cannot be copied.
+        SettingError: If `where="auto"` has no data, or anything else has some.
 
     Example:
         >>> from bayesify import ABNN
@@ -57,6 +68,25 @@ def convert(
         >>> bnn.predict(torch.zeros(5, 4)).probs.shape
         torch.Size([5, 3])
     """
+    if isinstance(where, str) and where == "auto":
+        from bayesify.choosing import choose
+
+        choice = choose(
+            model,
+            method,
+            likelihood=likelihood,
+            validation=validation,
+            training=training,
+            seed=seed,
+        )
+        chosen = convert(model, method, likelihood=likelihood, where=set(choice.sites).__contains__)
+        chosen.choice = choice
+        return chosen
+    if validation is not None or training is not None:
+        raise SettingError(
+            f"validation= and training= are for where='auto', and where={where!r}: leave them to "
+            f"`fit` and `calibrate`."
+        )
     planned = plan(model, method, where=where, example=example)
     return BayesianModel(
         planned.network,
@@ -79,6 +109,9 @@ class BayesianModel(nn.Module):
         sites: What is random.
         likelihood: What the output means.
         shares_trunk: Whether layers stand before the first random one.
+
+    Attributes:
+        choice: What `where="auto"` tried, if it chose the sites.
     """
 
     network: nn.Module
@@ -104,6 +137,7 @@ class BayesianModel(nn.Module):
         if isinstance(likelihood, Regression):
             likelihood.to(next(network.parameters()))
         self.temperature = 1.0
+        self.choice: Choice | None = None
         self._shares_trunk = shares_trunk
         self._fingerprint: str | None = None
         self._network_changed()
@@ -382,7 +416,14 @@ class BayesianModel(nn.Module):
     def judge(
         self, batches: Iterable[tuple[Inputs, Any]], *, draws: int, seed: int
     ) -> tuple[float, float | None]:
-        """Mean NLL of labelled batches and, for classes, accuracy.
+        """Mean NLL of labelled batches and, for classes, accuracy; see `losses`."""
+        losses, hits = self.losses(batches, draws=draws, seed=seed)
+        return losses.mean().item(), None if hits is None else hits.mean().item()
+
+    def losses(
+        self, batches: Iterable[tuple[Inputs, Any]], *, draws: int, seed: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """NLL of each example of labelled batches and, for classes, whether the label is right.
 
         The same to the last bit each time, so that a fit can be repeated: with the strategy "auto"
         draws run folded, whatever is fastest.
@@ -399,8 +440,7 @@ class BayesianModel(nn.Module):
                     hits.append((prediction.label == wanted).float().flatten())
         finally:
             self.strategy = before
-        accuracy = torch.cat(hits).mean().item() if hits else None
-        return torch.cat(losses).mean().item(), accuracy
+        return torch.cat(losses), torch.cat(hits) if hits else None
 
     def target_for(self, prediction: Prediction, target: Any) -> Tensor:
         """A target checked against a prediction, and brought into form."""
@@ -450,6 +490,7 @@ class BayesianModel(nn.Module):
         other.load_state_dict(self.state_dict())
         other.noise, other.temperature = self.noise, self.temperature
         other.strategy, other._fingerprint = self.strategy, self._fingerprint
+        other.choice = self.choice
         return other
 
     def _network_changed(self) -> None:

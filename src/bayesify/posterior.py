@@ -162,6 +162,24 @@ class Posterior(nn.Module, ABC):
         """Whether draws differ at all."""
         return self.components > 1 or bool(self.shapes())
 
+    @torch.no_grad()
+    def is_certain(self) -> bool:
+        """Whether draws are all alike, at any noise, as they are where nothing was fitted yet."""
+        anchor = next(chain(self.parameters(), self.buffers()), torch.empty(0))
+        component = torch.arange(self.components, device=anchor.device).repeat(2)
+        # Far out on either side, where dropout too has to differ.
+        size = torch.tensor([40.0, -40.0], device=anchor.device).repeat_interleave(self.components)
+        noise = {
+            name: size.view(-1, *[1] * len(shape)).expand(-1, *shape)
+            for name, shape in self.shapes().items()
+        }
+        before, self.noise = self.noise, 1.0
+        try:
+            drawn: Draws = self(component, noise)
+        finally:
+            self.noise = before
+        return all(torch.equal(value, value[:1].expand_as(value)) for value in drawn.values())
+
     def adopt_statistics(self, statistics: Mapping[str, Tensor]) -> None:
         """Takes over the running statistics of normalisation layers, so that they can adapt."""
         self.statistics = NamedTensors(statistics, trainable=False)

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 
 import torch
 from torch import Tensor, nn
@@ -207,20 +207,37 @@ def in_execution_order(
         network: A private copy: it is run, with hooks.
         run: Runs the network on an example.
     """
-    names = slots(network)
-    layers = {place.rpartition(".")[0] for site in sites for place in names[site.name]}
-    order: dict[str, int] = {}
+    begins = first_runs(sites, network, run, count().__next__)
+    return sorted(sites, key=lambda site: begins[site.name])
+
+
+def first_runs(
+    sites: Sequence[Site],
+    network: nn.Module,
+    run: Callable[[nn.Module], object],
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """What a clock shows when each site's layer first runs, by the site's name.
+
+    A layer that is not called, as where attention uses the weight of its projection itself, begins
+    with the module around it.
+
+    Args:
+        sites: The sites of `network`.
+        network: A private copy: it is run, with hooks.
+        run: Runs the network on an example.
+        clock: Something that does not decrease.
+    """
+    seen: dict[str, float] = {}
 
     def note(name: str) -> Callable[[nn.Module, object], None]:
         def hook(_module: nn.Module, _args: object) -> None:
-            order.setdefault(name, len(order))
+            seen.setdefault(name, clock())
 
         return hook
 
     handles = [
-        module.register_forward_pre_hook(note(name))
-        for name, module in network.named_modules()
-        if name in layers
+        module.register_forward_pre_hook(note(name)) for name, module in network.named_modules()
     ]
     try:
         run(network)
@@ -228,10 +245,14 @@ def in_execution_order(
         for handle in handles:
             handle.remove()
 
-    def first_run(site: Site) -> int:
-        return min(order.get(p.rpartition(".")[0], len(order)) for p in names[site.name])
+    def begin(place: str) -> float:
+        layer = place.rpartition(".")[0]
+        while layer and layer not in seen:
+            layer = layer.rpartition(".")[0]
+        return seen[layer]
 
-    return sorted(sites, key=first_run)
+    places = slots(network)
+    return {site.name: min(map(begin, places[site.name])) for site in sites}
 
 
 def require_sites(sites: Sequence[Site], skipped: Sequence[Skipped], method: str) -> None:
@@ -332,6 +353,12 @@ def _listing(names: Sequence[str]) -> str:
 
 def check_where(where: Where) -> None:
     """Raises if `where` is of none of the kinds that `select` takes."""
+    if isinstance(where, str) and where == "auto":
+        raise SettingError(
+            "where='auto' chooses by data, of which a plan has none: use convert(model, method, "
+            "where='auto', validation=loader), or `bayesify fit --where auto`, and see what it "
+            "chose."
+        )
     if where is None or isinstance(where, str | int) or callable(where):
         return
     if not isinstance(where, Iterable) or not all(isinstance(item, str) for item in where):

@@ -22,6 +22,8 @@ FRACTION = 0.1
 MOST_EXAMPLES = 2000
 MOST_BYTES = 512 << 20
 
+Batches = list[tuple[Inputs, Any]]
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -32,11 +34,24 @@ class HeldOut:
         augmented: Whether they are training images under strong augmentation.
     """
 
-    batches: list[tuple[Inputs, Any]]
+    batches: Batches
     augmented: bool
 
     def __len__(self) -> int:
         return sum(len(inputs) for inputs, _ in self.batches)
+
+    def halves(self) -> tuple[Batches, Batches]:
+        """Every other example, and the rest: both have all kinds, even of data that are sorted."""
+        halves: tuple[Batches, Batches] = ([], [])
+        seen = 0
+        for inputs, target in self.batches:
+            for side, half in enumerate(halves):
+                rows = slice((side + seen) % 2, None, 2)
+                if rows.start < len(inputs):
+                    part = inputs[rows].map(Tensor.contiguous)
+                    half.append((part, torch.as_tensor(target)[rows]))
+            seen += len(inputs)
+        return halves
 
 
 @contextlib.contextmanager
