@@ -98,6 +98,7 @@ def draws(unit: Unit, size: Size) -> dict[str, Any]:
     bnn, _ = fitted(unit, size)
     counts = draw_counts(bnn.method.components) if bnn.method.draws > 1 else [1]
     kept = bnn.predict(x, draws=counts[-1], seed=unit.seed, keep_draws=True).draws
+    assert kept is not None  # noqa: S101  (asked for)
     return {str(count): quality(kept[:count].mean(0), y) for count in counts}
 
 

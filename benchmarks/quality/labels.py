@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def training_batches(split: str) -> DataLoader[Any]:
     return batches(training_data(split), BATCH, shuffle=True)
 
 
+@lru_cache(maxsize=4)  # of the units that follow, most ask for the same
 def _columns(split: str) -> tuple[Tensor, Tensor]:
     data = load_data(split, normalise=CIFAR10_NORMALISATION)
     x, y = zip(*DataLoader(data, batch_size=1000), strict=True)

@@ -64,5 +64,6 @@ def fill(page: Path, made: dict[str, str]) -> None:
         pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
         if not pattern.search(text):
             raise ValueError(f"{page} has no place for {name!r}: write {start} and {end}.")
-        text = pattern.sub(lambda _, new=f"{start}\n{table}\n{end}": new, text)
+        before, after = pattern.split(text, maxsplit=1)
+        text = f"{before}{start}\n{table}\n{end}{after}"
     page.write_text(text)

@@ -9,6 +9,7 @@ from benchmarks.quality.tables import Records, of
 
 NETWORK = "cifar10-resnet20"
 Curve = tuple[list[float], list[float]]
+Panel = tuple[str, str, Callable[[Records, str], Curve | None]]  # x, y, the curve of a method
 
 
 def draw(records: Records, folder: Path) -> dict[str, str]:
@@ -16,7 +17,7 @@ def draw(records: Records, folder: Path) -> dict[str, str]:
     severities = [
         (f"severity: {kind}", "entropy, nats", _by_severity(kind)) for kind in CORRUPTIONS
     ]
-    made = {
+    made: dict[str, tuple[str, list[Panel]]] = {
         "quality-corruption.png": ("Entropy against corruption", severities),
         "quality-draws.png": ("NLL against the number of draws", [("draws", "NLL", by_draws)]),
     }

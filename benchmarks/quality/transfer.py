@@ -51,12 +51,11 @@ def transfer(unit: Unit, size: Size) -> dict[str, Any]:
 
 def with_new_head(model: nn.Module, split: str) -> nn.Module:
     """The network with a linear layer that was fitted to other classes, always the same."""
-    width = model.fc.in_features
     model.fc = nn.Identity()
     with torch.no_grad():
         parts = [(model(x), y) for x, y in batches(training_data(split))]
     features, target = (torch.cat(part) for part in zip(*parts, strict=True))
-    head = nn.Linear(width, CLASSES)
+    head = nn.Linear(features.shape[1], CLASSES)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=200, line_search_fn="strong_wolfe")
