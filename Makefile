@@ -7,13 +7,14 @@ DEV := $(VENV)/.dev-installed
 BENCH := .venv-bench/.installed
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
+QUALITY_ARGS ?=
 
 # The first interpreter that runs and is new enough.
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck wheel-check bench-speed clean
+.PHONY: help demo test lint format typecheck wheel-check bench-speed bench-quality clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +43,9 @@ wheel-check: $(CORE) ## Build the wheel, install it in a fresh environment and r
 
 bench-speed: $(BENCH) ## Measure the speed of predictions beside the peers' (half an hour, quiet machine)
 	.venv-bench/bin/python benchmarks/speed.py
+
+bench-quality: $(BENCH) ## Measure the quality of uncertainty (a day; resumes; QUALITY_ARGS="--quick": minutes)
+	.venv-bench/bin/python -m benchmarks.quality $(QUALITY_ARGS)
 
 clean: ## Remove the virtual environments and everything built
 	rm -rf $(VENV) .venv-wheel .venv-bench dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,130 @@
+"""The headline: each method fitted on training data, measured as fitted, and calibrated.
+
+What was fitted is kept in a folder outside git, under a hash of all it was made from, so that
+everything else is measured on the very same state.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import bayesify
+from bayesify import MAP, BayesianModel, Method
+from bayesify.data import CIFAR10_NORMALISATION
+from bayesify.zoo import load_model
+from benchmarks.quality.labels import batches, images, test_data, training_batches
+from benchmarks.quality.measures import detection, quality
+from benchmarks.quality.results import write_json
+from benchmarks.quality.settings import ABLATIONS, BATCH, FIT, METHODS, OTHERS, Size
+from benchmarks.quality.units import Unit
+
+CACHE = Path(
+    os.environ.get("BAYESIFY_BENCH_CACHE", Path.home() / ".cache" / "bayesify-bench" / "quality")
+)
+
+
+def fitted(unit: Unit, size: Size) -> tuple[BayesianModel, dict[str, Any]]:
+    """The unit's method, fitted, and what the fit said."""
+    method = {**METHODS, **ABLATIONS}[unit.method]
+    return fit_or_load(load_model(unit.network), method, f"cifar10:train[:{size.train}]", FIT, unit)
+
+
+def fit_or_load(
+    model: nn.Module, method: Method, split: str, settings: dict[str, Any], unit: Unit
+) -> tuple[BayesianModel, dict[str, Any]]:
+    """A fitted network from the cache, or fitted now; a fit that was stopped goes on."""
+    if type(method) is MAP:
+        return bayesify.convert(model, method), {"fit_seconds": 0.0, "megabytes": 0.0}
+    made_from = [unit.network, repr(method), unit.seed, split, BATCH, settings]
+    mark = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=8).hexdigest()
+    folder = CACHE / f"{unit.network}-{unit.method}-seed{unit.seed}-{mark}"
+    facts, checkpoint = Path(f"{folder}.json"), Path(f"{folder}.checkpoint")
+    if facts.exists():
+        return bayesify.load(folder, model), json.loads(facts.read_text())
+    CACHE.mkdir(parents=True, exist_ok=True)
+    bnn = bayesify.convert(model, method)
+    started = time.monotonic()
+    result = bnn.fit(
+        training_batches(split),
+        seed=unit.seed,
+        checkpoint=checkpoint,
+        progress=sys.stderr.isatty(),
+        normalisation=CIFAR10_NORMALISATION,
+        **settings,
+    )
+    session = time.monotonic() - started
+    bnn.save(folder)
+    found = {
+        # The clock of a fit that was resumed runs over all sessions, but for the first validation.
+        "fit_seconds": max(session, result.seconds),
+        "megabytes": sum(file.stat().st_size for file in folder.iterdir()) / 1e6,
+        "steps": result.steps,
+        "kept": result.kept,
+        "held_out_nll": {
+            "network": result.network_nll,
+            "untrained": result.untrained_nll,
+            "kept": result.nll,
+        },
+        "made_from": made_from,
+    }
+    write_json(facts, found)
+    checkpoint.unlink(missing_ok=True)
+    return bnn, found
+
+
+def fit(unit: Unit, size: Size) -> dict[str, Any]:
+    """What the fit cost, and what came of it."""
+    bnn, found = fitted(unit, size)
+    return {**found, "noise": bnn.noise, "temperature": bnn.temperature}
+
+
+def train_only(unit: Unit, size: Size) -> dict[str, Any]:
+    """As fitted, on all test images."""
+    bnn, _ = fitted(unit, size)
+    return judge(bnn, f"cifar10:test[:{size.test}]", f"[:{size.other}]", unit)
+
+
+def calibrated(unit: Unit, size: Size) -> dict[str, Any]:
+    """Calibrated on one half of the test images and measured on the other.
+
+    Every second image of the other sets is shown to each: AUPR depends on how many there are.
+    """
+    half = size.test // 2
+    halves = [f"cifar10:test[:{half}]", f"cifar10:test[{half}:{size.test}]"]
+    own = int(unit.what[-1])
+    bnn, _ = fitted(unit, size)
+    data = batches(test_data(halves[own], unit.name))
+    started = time.monotonic()
+    bnn.calibrate(data, seed=unit.seed)
+    seconds = time.monotonic() - started
+    rest = judge(bnn, halves[1 - own], f"[{own}:{size.other}:2]", unit)
+    return {"calibrate_seconds": seconds, **rest}
+
+
+def judge(bnn: BayesianModel, split: str, rows: str, unit: Unit) -> dict[str, Any]:
+    """All measures on a split of test images, and on these rows of each other set."""
+
+    def predict(data: DataLoader[Any]) -> Tensor:
+        return bnn.predict(data, seed=unit.seed).probs
+
+    data = test_data(split, unit.name)
+    started = time.monotonic()
+    probs = predict(batches(data))
+    seconds = time.monotonic() - started
+    others = {name: predict(batches(images(f"{name}{rows}"))) for name in OTHERS}
+    return {
+        **quality(probs, data.tensors[1]),
+        "ood": detection(probs, others),
+        "images": len(data),
+        "predict_ms": 1000 * seconds / len(data),
+        "draws": bnn.method.draws,
+        "noise": bnn.noise,
+        "temperature": bnn.temperature,
+    }

@@ -1,0 +1,215 @@
+"""Which tables there are, from the JSON files alone."""
+
+import csv
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bayesify.evaluation.metrics import aupr
+from benchmarks.quality.bars import bars
+from benchmarks.quality.markdown import Rows, fill, markdown
+from benchmarks.quality.provenance import ROOT
+from benchmarks.quality.results import Results
+from benchmarks.quality.settings import ABLATIONS, METHODS, OTHERS, PEERS, TRANSFER
+from benchmarks.quality.units import ATTACKS, CALIBRATED, Unit
+
+DOCS = ROOT / "docs" / "results.md"
+NETWORKS = {"cifar10-resnet20": "ResNet-20", "cifar10-resnet56": "ResNet-56"}
+Records = dict[Unit, dict[str, Any]]
+
+MEASURES = {  # column: key, digits
+    "NLL ↓": ("nll", 4),
+    "ECE ↓": ("ece", 4),
+    "accuracy ↑": ("accuracy", 4),
+    "Brier ↓": ("brier", 4),
+    "AUROC, SVHN ↑": ("ood.svhn.auroc", 4),
+}
+COSTS = {
+    "fit, s": ("fit_seconds", 0),
+    "calibrate, s": ("calibrate_seconds", 0),
+    "predict, ms an image": ("predict_ms", 1),
+    "MB": ("megabytes", 2),
+    "draws": ("draws", 0),
+}
+DETECTION = {
+    f"{name}, {title}": (f"ood.{name}.{key}", 3)
+    for name in OTHERS
+    for title, key in (("AUROC ↑", "auroc"), ("AUPR ↑", "aupr"), ("FPR95 ↓", "fpr95"))
+}
+
+
+def write(results: Results, *, in_docs: bool) -> None:
+    """Prints all tables, or puts them and the plots into docs/results.md."""
+    from benchmarks.quality import plots
+
+    records = results.read()
+    made = tables(records, published())
+    if in_docs:
+        drawn = plots.draw(records, DOCS.parent / "images")
+        shown = "\n\n".join(f"![{alt}](images/{name})" for name, alt in drawn.items())
+        fill(DOCS, {**made, "plots": shown or "Not measured yet."})
+    for name, text in made.items():
+        print(f"\n{name}\n\n{text}")
+
+
+def tables(records: Records, others: Rows) -> dict[str, str]:
+    """Every table by the name of its place."""
+    made = {}
+    for network, title in NETWORKS.items():
+        rows = headline(records, network)
+        theirs = {
+            f"*{row['method']} (published)*": [row]
+            for row in others
+            if row["checkpoint"] == network.partition("-")[2]
+        }
+        made[f"headline-{network}"] = markdown(title, {**rows, **theirs}, {**MEASURES, **COSTS})
+        made[f"detection-{network}"] = markdown(title, rows, DETECTION)
+        made[f"bars-{network}"] = bars(title, rows, network)
+    made["robustness"] = markdown("ResNet-20", robustness(records), ROBUSTNESS)
+    made["ablations"] = markdown("ResNet-20", ablations(records), ABLATED)
+    moved = by_what(records, "transfer", METHODS, TRANSFER)
+    made["transfer"] = markdown("ResNet-20, head for CIFAR-100", moved, {**MEASURES})
+    return made
+
+
+def headline(records: Records, network: str) -> dict[str, Rows]:
+    """Two rows a method, then the peers: measures of each seed."""
+    found: dict[str, Rows] = {}
+    for method in METHODS:
+        fits = of(records, network, method, "fit")
+        plain = of(records, network, method, "train-only")
+        if plain:
+            nothing = {"fit_seconds": 0.0, "megabytes": 0.0} if method == "MAP" else {}
+            found[f"{method}, train only"] = [
+                {**nothing, **_cost(fits.get(seed)), **row} for seed, row in plain.items()
+            ]
+        halves = [of(records, network, method, what) for what in CALIBRATED]
+        both = [seed for seed in halves[0] if seed in halves[1]]
+        if both:
+            found[f"{method}, calibrated"] = [
+                {**_cost(fits.get(seed)), **average([half[seed] for half in halves])}
+                for seed in both
+            ]
+    for peer in PEERS:
+        if rows := of(records, network, peer, "peer"):
+            found[peer] = list(rows.values())
+    return found
+
+
+def _cost(fit: dict[str, Any] | None) -> dict[str, Any]:
+    return {} if fit is None else {key: fit[key] for key in ("fit_seconds", "megabytes")}
+
+
+def of(records: Records, network: str, method: str, what: str) -> dict[int, dict[str, Any]]:
+    """What was found of a method, by seed.
+
+    Raises:
+        ValueError: If seeds were run with different settings.
+    """
+    fitting = {
+        unit.seed: record
+        for unit, record in records.items()
+        if (unit.network, unit.method, unit.what) == (network, method, what)
+    }
+    if any(record["asked"] != next(iter(fitting.values()))["asked"] for record in fitting.values()):
+        raise ValueError(
+            f"{network}/{method}/*/{what} was run with different settings for different seeds: run "
+            "the units again that --list calls stale."
+        )
+    return {seed: fitting[seed]["found"] for seed in sorted(fitting)}
+
+
+def by_what(
+    records: Records, what: str, methods: Iterable[str], network: str = "cifar10-resnet20"
+) -> dict[str, Rows]:
+    found = {method: list(of(records, network, method, what).values()) for method in methods}
+    return {method: rows for method, rows in found.items() if rows}
+
+
+def average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of all numbers, however deep."""
+    first = parts[0]
+    return {
+        key: average([part[key] for part in parts])
+        if isinstance(value, dict)
+        else statistics.fmean(part[key] for part in parts)
+        for key, value in first.items()
+    }
+
+
+# Everything else
+
+ROBUSTNESS = {
+    "AP, PGD, by MI ↑": ("ap_epistemic", 3),
+    "AP, PGD, by entropy ↑": ("ap_entropy", 3),
+    "accuracy, PGD": ("accuracy_pgd", 3),
+    "accuracy, FGSM of ResNet-56 ↑": ("fgsm_accuracy", 3),
+    "AUROC, FGSM ↑": ("fgsm_auroc", 3),
+    "NLL ↓": ("nll", 3),
+    "NLL, turned by 30° ↓": ("nll_turned", 3),
+    "KL to people ↓": ("kl", 3),
+}
+ABLATED = {**MEASURES, "AP, PGD, by MI ↑": ("ap_epistemic", 3), "fit, s": ("fit_seconds", 0)}
+
+
+def robustness(records: Records, network: str = "cifar10-resnet20") -> dict[str, Rows]:
+    found = {}
+    for method in METHODS:
+        row: dict[str, Any] = attacked(records, network, method)
+        for fgsm in of(records, network, method, "fgsm").values():
+            row |= {"fgsm_accuracy": fgsm["accuracy"], "fgsm_auroc": fgsm["fgsm"]["auroc"]}
+        for turned in of(records, network, method, "rotation").values():
+            plain, turned_points = turned["rotation"]
+            row |= {"nll": plain["nll"], "nll_turned": turned_points["nll"]}
+        for people in of(records, network, method, "people").values():
+            row |= people
+        if row:
+            found[method] = [row]
+    return found
+
+
+def ablations(records: Records, network: str = "cifar10-resnet20") -> dict[str, Rows]:
+    return {
+        method: [{**row, **attacked(records, network, method)} for row in rows]
+        for method, rows in by_what(records, "ablation", ABLATIONS, network).items()
+    }
+
+
+def attacked(records: Records, network: str, method: str) -> dict[str, float]:
+    """Average precision over all shards that are there."""
+    shards = [one for what in ATTACKS for one in of(records, network, method, what).values()]
+    if not shards:
+        return {}
+    found = {}
+    for score in ("entropy", "epistemic"):
+        clean, strange = (
+            torch.tensor([value for shard in shards for value in shard[kind][score]])
+            for kind in ("clean", "attacked")
+        )
+        found[f"ap_{score}"] = aupr(clean, strange)
+    images = sum(len(shard["attacked"]["entropy"]) for shard in shards)
+    right = sum(shard["attacked"]["right"] for shard in shards)
+    return {**found, "accuracy_pgd": right / images}
+
+
+def published() -> Rows:
+    """What others reached on the same checkpoints, by their own account; figures only."""
+    file = Path(os.environ.get("BAYESIFY_DATA", "")) / "published_cifar10.csv"
+    if not file.is_file():
+        print(f"no published rows: {file} is missing (BAYESIFY_DATA).", file=sys.stderr)
+        return []
+    with file.open() as lines:
+        return [
+            {
+                **{key: float(row[key]) for key in ("nll", "ece", "accuracy", "brier")},
+                "checkpoint": row["checkpoint"],
+                "method": row["method"],
+                "ood": {"svhn": {"auroc": float(row["auroc_svhn"])}},
+            }
+            for row in csv.DictReader(lines)
+        ]
