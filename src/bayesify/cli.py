@@ -130,7 +130,10 @@ OtherData = Annotated[
     ),
 ]
 Likelihood = Annotated[str, typer.Option(help="classification, binary, multilabel or regression.")]
-Epochs = Annotated[int, typer.Option(min=1, help="Passes over the data.")]
+Epochs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Passes over the data; by default the method's own number."),
+]
 Augment = Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")]
 Progress = Annotated[bool, typer.Option(help="Show progress.")]
 Normalise = Annotated[
@@ -232,7 +235,7 @@ def fit(
     where: Where = None,
     last: Last = None,
     likelihood: Likelihood = "classification",
-    epochs: Epochs = 1,
+    epochs: Epochs = None,
     batch_size: BatchSize = 64,
     augment: Augment = None,
     ood: Annotated[
@@ -398,7 +401,7 @@ def compare(
         ),
     ] = None,
     likelihood: Likelihood = "classification",
-    epochs: Epochs = 1,
+    epochs: Epochs = None,
     batch_size: BatchSize = 64,
     augment: Augment = None,
     draws: Draws = None,

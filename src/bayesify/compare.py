@@ -46,7 +46,7 @@ def compare(
     ood: Mapping[str, Data] | None = None,
     likelihood: str | Likelihood = "classification",
     augment: str | Augment | None = None,
-    epochs: int = 1,
+    epochs: int | None = None,
     draws: int | None = None,
     seed: int = 0,
     output: str | Path | None = None,
@@ -76,7 +76,7 @@ def compare(
         ood: Sets of other kinds by name, which uncertainty should tell apart from the test set.
         likelihood: "classification", "binary", "multilabel", "regression", or a `Likelihood`.
         augment: "crop-flip", "strong", or a function of a batch of inputs.
-        epochs: Passes over the data.
+        epochs: Passes over the data, by default each method's own number.
         draws: Draws of a prediction, brought to the nearest number that a method can; by default
             each method's own.
         seed: One seed, one result.

@@ -211,7 +211,7 @@ class Gradients:
         """Draws of a training batch; batches are run whole where they need statistics."""
         shapes = self.model.posterior.in_training().shapes().values()
         groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
-        return groups or (1 if self.method.adapts_statistics else None)
+        return groups or (1 if dict(self.model.posterior.statistics.items()) else None)
 
     def _evenly(self, groups: int | None) -> int | None:
         """Draws of a training batch, as many from each component that it is split over."""

@@ -208,7 +208,7 @@ class BayesianModel(nn.Module):
         self,
         loader: Iterable[Any],
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
         validation: Iterable[Any] | None = None,
         augment: str | Augment | None = None,
         ood: Iterable[Any] | None = None,
@@ -231,7 +231,8 @@ class BayesianModel(nn.Module):
 
         Args:
             loader: Batches of inputs and target, or dicts.
-            epochs: Passes over the data; every member sees every example in each.
+            epochs: Passes over the data, by default the method's own number; every member sees every
+                example in each.
             validation: Held-out data. Without it, a tenth of the training data is held out and,
                 if it is images, judged under strong augmentation.
             augment: "crop-flip", "strong", or a function of a batch of inputs.
@@ -266,7 +267,7 @@ class BayesianModel(nn.Module):
         return Fit(
             self,
             loader,
-            epochs=epochs,
+            epochs=self.method.epochs if epochs is None else epochs,
             validation=validation,
             augment=augment,
             outliers=outliers,

@@ -64,7 +64,7 @@ class Trials:
         calibration: Chooses noise and temperature.
         ood: Sets of other kinds, by name.
         augment: Of training inputs.
-        epochs: Passes over the data.
+        epochs: Passes over the data, or None for each method's own number.
         draws: Draws of a prediction, or None for each method's own.
         seed: Of everything.
         normalisation: Of images.
@@ -81,7 +81,7 @@ class Trials:
     calibration: DataSet | None
     ood: Mapping[str, DataSet]
     augment: str | Augment | None
-    epochs: int
+    epochs: int | None
     draws: int | None
     seed: int
     normalisation: Normalisation | None
@@ -192,7 +192,7 @@ class Trials:
                 "validation": None if held is None else held.identity,
                 "calibration": None if spare is None else spare.identity,
                 "augment": identify_function(self.augment),
-                "epochs": self.epochs,
+                "epochs": method.epochs if self.epochs is None else self.epochs,
                 "draws": self._draws(method),
                 "seed": self.seed,
                 "normalisation": self.normalisation,

@@ -109,7 +109,7 @@ def test_fit_adds_the_kl_once_a_step(
     trained: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With rates of 0 for the loss's gradient, what is left is the KL's."""
-    bnn = bayesify.convert(trained, BayesAdapter(weight_decay=0.5))
+    bnn = bayesify.convert(trained, BayesAdapter(weight_decay=0.5, adapt_statistics=False))
     seen = []
 
     def watch(_self: BayesAdapter, posterior: MeanField, examples: int) -> torch.optim.Optimizer:
@@ -128,7 +128,13 @@ def test_fit_adds_the_kl_once_a_step(
 
     monkeypatch.setattr(BayesAdapter, "optimizer", watch)
     bnn.fit(
-        [batch], validation=[batch], progress=False, accumulate=4, num_examples=10, precision="bf16"
+        [batch],
+        validation=[batch],
+        epochs=1,
+        progress=False,
+        accumulate=4,
+        num_examples=10,
+        precision="bf16",
     )
     posterior = bnn.posterior
     expected = [0.5 * value for _, value in posterior.mean.items()]
@@ -166,10 +172,10 @@ def test_gradients_are_those_of_a_loop(
 ) -> None:
     """Every example has a draw of its own, or its group has."""
     x, y = batch
-    method = BayesAdapter(log_std=(-2.0, -2.0), lr=0.0, psi_lr=0.0)
+    method = BayesAdapter(log_std=(-2.0, -2.0), lr=0.0, psi_lr=0.0, adapt_statistics=False)
     bnn = bayesify.convert(trained, method)
     expected = loop(trained, bnn, x, y, draws)
-    bnn.fit([batch], validation=[batch], progress=False, groups=groups)
+    bnn.fit([batch], validation=[batch], epochs=1, progress=False, groups=groups)
     assert len(gradients) == 1
     for name, parameter in bnn.posterior.named_parameters():
         torch.testing.assert_close(
@@ -180,7 +186,7 @@ def test_gradients_are_those_of_a_loop(
 def test_the_choice_is_made_by_size_and_said(
     trained: nn.Module, loader: DataLoader, validation: DataLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = BayesAdapter(draws=2)
+    method = BayesAdapter(draws=2, adapt_statistics=False)
     assert method.groups(1_000_000) is None
     assert method.groups(1_000_001) == 4
 
@@ -271,8 +277,9 @@ def test_two_copies_never_share_a_draw(
         {"groups": 1, "accumulate": 2},
         {"groups": 3, "accumulate": 10},
     ):
-        bnn = bayesify.convert(trained, BayesAdapter(draws=2, log_std=(-1.0, -1.0)))
-        bnn.fit([batch], validation=[batch], ood=STRANGE, progress=False, **settings)
+        method = BayesAdapter(draws=2, log_std=(-1.0, -1.0), adapt_statistics=False)
+        bnn = bayesify.convert(trained, method)
+        bnn.fit([batch], validation=[batch], ood=STRANGE, epochs=1, progress=False, **settings)
         information = torch.cat(found)
         assert len(information) == 5, settings
         assert (information > 1e-5).all(), settings
@@ -285,7 +292,13 @@ def test_loss_on_outliers_is_the_papers(
     """weight mean(relu(margin - I)), on top of the loss on the batch itself."""
     x, y = batch
     method = BayesAdapter(
-        draws=2, log_std=(-2.0, -2.0), ood_radius=0.2, margin=0.6, ood_weight=3.0, psi_lr=0.0
+        draws=2,
+        log_std=(-2.0, -2.0),
+        ood_radius=0.2,
+        margin=0.6,
+        ood_weight=3.0,
+        psi_lr=0.0,
+        adapt_statistics=False,
     )
     bnn = bayesify.convert(trained, method)
     posterior, step_seed = bnn.posterior, key("step", 0, 0)
@@ -336,7 +349,14 @@ def test_training_on_outliers_raises_their_information(
     x = validation.dataset.tensors[0]
     strange = Outliers(0.4, ood, NORMALISATION).batch(as_inputs(x), 1).args[0]
     method = BayesAdapter(
-        lr=5e-3, psi_lr=1.0, log_std=(-3.5, -3.5), margin=0.65, ood_weight=5.0, ood_radius=radius
+        lr=5e-3,
+        psi_lr=1.0,
+        log_std=(-3.5, -3.5),
+        margin=0.65,
+        ood_weight=5.0,
+        ood_radius=radius,
+        adapt_statistics=False,
+        adam=False,
     )
     bnn = bayesify.convert(trained, method)
     before = bnn.predict(strange).epistemic.mean()

@@ -48,11 +48,13 @@ class BayesAdapter(Method):
         margin: gamma, in nats; two draws can disagree by log 2 = 0.693 at most.
         ood_weight: How much the loss on outliers counts.
         ood_radius: Uniform noise, in pixel units, that makes outliers of training images; 0: none.
-        lr: Peak learning rate of mu (SGD, Nesterov momentum 0.9, cosine).
+        lr: Peak learning rate of mu (a cosine).
         psi_lr: Learning rate of psi, a fifth of it from each quarter of the fit to the next.
         adapt_statistics: Whether running statistics of normalisation layers follow the training
-            images. Then a batch has one draw, unless `fit(groups=...)` says otherwise.
-        adam: Trains by Adam instead of SGD, which wants other rates: 1e-4 and 1e-3, for instance.
+            images. Where there are any a batch has one draw, unless `fit(groups=...)` says
+            otherwise.
+        adam: Trains by Adam; otherwise by SGD with Nesterov momentum 0.9, as the paper does, which
+            wants other rates: 1e-4 and 0.1, for instance.
 
     Example:
         >>> BayesAdapter(draws=8).groups(272_000) is None  # a draw for each example
@@ -69,10 +71,11 @@ class BayesAdapter(Method):
     ood_weight: float = 1.0
     ood_radius: float = 0.0
     lr: float = 1e-4
-    psi_lr: float = 0.1
-    adapt_statistics: bool = False
-    adam: bool = False
+    psi_lr: float = 1e-3
+    adapt_statistics: bool = True
+    adam: bool = True
 
+    epochs: ClassVar[int] = 4
     takes_ood: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

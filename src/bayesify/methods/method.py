@@ -30,6 +30,7 @@ class Method(ABC):
     noise: float
     draws: int
 
+    epochs: ClassVar[int] = 1  # passes of `fit` over the data, unless told
     takes_ood: ClassVar[bool] = False
     solves: ClassVar[bool] = False
 
