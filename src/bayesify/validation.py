@@ -3,7 +3,7 @@
 import contextlib
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -32,7 +32,7 @@ class HeldOut:
         augmented: Whether they are training images under strong augmentation.
     """
 
-    batches: list[tuple[Inputs, Any]]
+    batches: Sequence[tuple[Inputs, Any]]
     augmented: bool
 
     def __len__(self) -> int:
