@@ -61,9 +61,11 @@ class Split:
 
     def features(self, inputs: Inputs) -> Inputs:
         """The trunk's outputs, those of each example in a row of its own."""
+        apart = [channels_last(tensor).unsqueeze(1) for tensor in inputs.tensors()]
         with torch.no_grad():
-            apart = [channels_last(tensor).unsqueeze(1) for tensor in inputs.tensors()]
-            return Inputs(vmap(lambda *one: self._cut.trunk(one))(*apart), {})
+            found = vmap(lambda *one: self._cut.trunk(one))(*apart)
+        # In the usual order: the rest has gradients, and is not faster in the other.
+        return Inputs(tuple(feature.contiguous() for feature in found), {})
 
     def agrees(self, runner: Runner, draws: Draws, inputs: Inputs, *, paired: bool) -> bool:
         """Whether outputs and gradients are the network's.
