@@ -481,3 +481,10 @@ def test_killed_it_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
+
+
+def test_why_nothing_was_kept_is_not_part_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradients, "add_penalty", interrupt)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fitted("resnet", METHODS["abnn"], cache=False)
+    assert raised.value.__context__ is None

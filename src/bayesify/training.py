@@ -204,33 +204,39 @@ class Fit:
     @contextlib.contextmanager
     def _features(self) -> Iterator[None]:
         """Lets features take the place of inputs, and the network's rest that of the network."""
-        model, begun = self.model, time.monotonic()
-        loader, held, runner = self.loader, self.held, model.runner
-        folder = None if isinstance(self.cache, bool) else Path(self.cache)
+        begun = time.monotonic()
+        features = self._kept_features()
+        if features is None:
+            yield
+            return
+        self.at.seconds += time.monotonic() - begun
+        before = self.loader, self.held, self.model.runner
+        self.loader, self.held, self.model.runner = features, features.held, features.rest
+        self.gradients.prepare()
+        try:
+            yield
+        finally:
+            self.loader, self.held, self.model.runner = before
+            features.close()
+
+    def _kept_features(self) -> Features | None:
+        """The trunk's outputs of all examples, where they can be kept; `cached` says what is."""
         try:
             self._require_constant_trunk()
             features = Features(
                 self.gradients,
-                loader,
-                held,
-                folder=folder,
+                self.loader,
+                self.held,
+                folder=None if isinstance(self.cache, bool) else Path(self.cache),
                 limit=self.cache_bytes,
                 seed=self.seed,
                 show=self.show,
             )
         except NoFeaturesError as reason:
             self.cached = f"none: {reason}"
-            yield
-            return
+            return None
         self.cached = f"{features.bytes / 1e6:.1f} MB of features"
-        self.at.seconds += time.monotonic() - begun
-        self.loader, self.held, model.runner = features, features.held, features.rest
-        self.gradients.prepare()
-        try:
-            yield
-        finally:
-            self.loader, self.held, model.runner = loader, held, runner
-            features.close()
+        return features
 
     def _require_constant_trunk(self) -> None:
         """Raises if the trunk's outputs are not the same in every epoch, or no epoch comes."""
