@@ -2,7 +2,7 @@
 
 Every example has a draw of its own, or groups of a batch share one. Draws depend on the place in
 the whole batch, so that a batch has the same gradients whether it runs at once, in parts or in
-several processes.
+several processes. Where only late layers train, what stands before them runs once for all rounds.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from torch import Tensor
 from bayesify.batches import Inputs
 from bayesify.outliers import Outliers
 from bayesify.posterior import fresh_normals, key
-from bayesify.sampling import Runner
+from bayesify.sampling import MOST_SHAPES, Runner
+from bayesify.trunk import Rest, Split, is_plain, split
 
 if TYPE_CHECKING:
     from bayesify.model import BayesianModel
@@ -64,15 +65,19 @@ class Gradients:
             self.runner = Runner(
                 model.network, model.likelihood.read, model.posterior.shared, adapting=True
             )
+        self._splits: dict[str, Split | None] = {}
 
     def add(self, inputs: Inputs, target: Tensor, step_seed: int, mine: slice) -> float:
         """Adds the gradients of rows `mine` of a batch, and returns their share of the loss."""
         total, size = 0.0, len(inputs)
         here = inputs[mine].to(self.model.device)
+        runner = self.runner
+        if self.method.rounds() > 1 and (found := self.split(here)):
+            runner, here = found.rest, found.features(here)
         for turn in range(self.method.rounds()):
             seed = key("round", step_seed, turn)
             with self._autocast():
-                losses = self._losses(here, target[mine], turn, seed, mine, size)
+                losses = self._losses(runner, here, target[mine], turn, seed, mine, size)
             loss = losses.sum() / size
             total += loss.item() / self.method.rounds()
             self.scaler.scale(loss * self.method.round_weight).backward()
@@ -112,12 +117,36 @@ class Gradients:
         with torch.no_grad(), self._autocast():
             self._outlier_losses(few, self.seed, slice(0, len(few)), len(few))
 
+    def split(self, inputs: Inputs) -> Split | None:
+        """Trunk and rest for inputs of this kind, found out once; None if the network runs whole.
+
+        Mixed precision is the network's own affair, and so are statistics that adapt.
+        """
+        if self.precision is not None or self.runner is not self.model.runner:
+            return None
+        kind = inputs[:1].describe()
+        if isinstance(self.runner, Rest) or not is_plain(inputs):
+            return None
+        if kind not in self._splits and len(inputs) > 1 and len(self._splits) < MOST_SHAPES:
+            paired = self._is_exemplar(self.runner, inputs)
+            with torch.no_grad():
+                draws = self.model.posterior.in_training().draws(self.seed, range(2))
+            self._splits[kind] = split(self.runner, draws, inputs, paired=paired)
+        return self._splits.get(kind)
+
     def _losses(
-        self, inputs: Inputs, target: Tensor, turn: int, seed: int, mine: slice, size: int
+        self,
+        runner: Runner,
+        inputs: Inputs,
+        target: Tensor,
+        turn: int,
+        seed: int,
+        mine: slice,
+        size: int,
     ) -> Tensor:
         """Each example's loss; draws depend on its place in the whole batch of all processes."""
         model = self.model
-        output = self._run(self.runner, inputs, turn, seed, mine, size)
+        output = self._run(runner, inputs, turn, seed, mine, size)
         target = model.likelihood.target(target, output)
         weight = None
         if model.likelihood.kind == "classes":
@@ -162,7 +191,7 @@ class Gradients:
         model = self.model
         if copies > 1:
             inputs = inputs.map_batched(lambda t: torch.cat([t] * copies))
-        exemplar = self._is_exemplar(inputs)
+        exemplar = self._is_exemplar(runner, inputs)
         whole = copies * size
         count = whole if exemplar else min(max(self.groups or 1, copies), whole)
 
@@ -189,10 +218,13 @@ class Gradients:
             ]
         )
 
-    def _is_exemplar(self, inputs: Inputs) -> bool:
-        """Whether every example gets a draw of its own: if the network can be vectorised so."""
+    def _is_exemplar(self, runner: Runner, inputs: Inputs) -> bool:
+        """Whether every example gets a draw of its own: if the network can be vectorised so.
+
+        The rest behind a trunk does as the network does.
+        """
         kind = inputs[:1].describe()
-        if self.groups is None and kind not in self.tried:
+        if self.groups is None and not isinstance(runner, Rest) and kind not in self.tried:
             self.tried.add(kind)
             with torch.no_grad():
                 draws = self.model.posterior.in_training().draws(self.seed, range(2))

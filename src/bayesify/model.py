@@ -22,7 +22,7 @@ from bayesify.plan import plan
 from bayesify.prediction import Prediction
 from bayesify.sampling import STRATEGIES, Runner, private_copy
 from bayesify.sites import Site, Where, find_statistics, named_tensors
-from bayesify.training import Fit, FitResult
+from bayesify.training import CACHE_BYTES, Fit, FitResult
 
 if TYPE_CHECKING:
     from bayesify.evaluation.report import Report
@@ -223,6 +223,8 @@ class BayesianModel(nn.Module):
         validations: int = 4,
         keep: str = "best",
         normalisation: Normalisation | None = None,
+        cache: bool | str | Path = True,
+        cache_bytes: int = CACHE_BYTES,
     ) -> FitResult:
         """Trains the posterior's own parameters and keeps the best state by held-out likelihood.
 
@@ -250,6 +252,10 @@ class BayesianModel(nn.Module):
             keep: "best", or "last": the state when training is over, whatever held-out data says.
             normalisation: Mean and standard deviation of each channel by which images were
                 normalised, for methods that add noise in pixel units.
+            cache: Whether, where only late layers train for several epochs and inputs stay as they
+                are, what stands before runs once for each example and its outputs are kept in a
+                temporary file; or the folder for that. `FitResult.cache` says what became of it.
+            cache_bytes: What that file may take at most; beyond that there is none.
 
         Raises:
             DataError: If the data cannot be used.
@@ -281,6 +287,8 @@ class BayesianModel(nn.Module):
             accumulate=accumulate,
             validations=validations,
             keep=keep,
+            cache=cache,
+            cache_bytes=cache_bytes,
         ).run()
 
     def calibrate(

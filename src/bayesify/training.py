@@ -1,5 +1,6 @@
 """fit: trains a posterior's own parameters and keeps the best state by held-out likelihood."""
 
+import contextlib
 import json
 import math
 import time
@@ -16,6 +17,7 @@ from torch import Tensor
 from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
 from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingError
+from bayesify.features import Features, NoFeaturesError
 from bayesify.files import matches, read_tensors, write_tensors
 from bayesify.gradients import Gradients
 from bayesify.outliers import Outliers
@@ -25,6 +27,7 @@ from bayesify.validation import HeldOut, collect, hold_out, seeded
 if TYPE_CHECKING:
     from bayesify.model import BayesianModel
 
+CACHE_BYTES = 2 << 30
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,6 +45,7 @@ class FitResult:
         nll: Held-out NLL of the state kept.
         groups: How many draws a training batch had; None if every example had its own.
         history: (step, training loss, held-out NLL), at each validation.
+        cache: How much was kept of the trunk's outputs, or why they were not.
     """
 
     steps: int
@@ -52,6 +56,7 @@ class FitResult:
     nll: float
     groups: int | None
     history: list[tuple[int, float, float]] = field(repr=False)
+    cache: str = field(default="", repr=False, compare=False)
 
     def __str__(self) -> str:
         trained = f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)})"
@@ -101,12 +106,15 @@ class Fit:
         accumulate: int,
         validations: int,
         keep: str = "best",
+        cache: bool | str | Path = True,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         _check(precision, epochs=epochs, accumulate=accumulate, validations=validations)
         if groups is not None and groups < 1:
             raise SettingError(f"groups={groups} must be 1 or more, or None for the default.")
         if keep not in ("best", "last"):
             raise SettingError(f"keep={keep!r} must be 'best' or 'last'.")
+        _check_cache(cache, cache_bytes)
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env
 
@@ -119,6 +127,7 @@ class Fit:
         self.outliers = outliers
         self.accumulate = accumulate
         self.keep = keep
+        self.cache, self.cache_bytes, self.cached = cache, cache_bytes, ""
         self.gradients = Gradients(model, outliers, groups, PRECISIONS[precision], seed)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
@@ -169,6 +178,7 @@ class Fit:
             self.at.nll,
             self.gradients.groups,
             history,
+            self.cached,
         )
 
     def _train(self) -> None:
@@ -179,15 +189,70 @@ class Fit:
             self.steps = 0
         elif own := list(model.likelihood.parameters()):
             self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
-        if not self._resume():
+        resumed = self._resume()
+        with self._features():
+            if not resumed:
+                if self.optimizer is not None:
+                    self._check()
+                self._first_validation()
             if self.optimizer is not None:
-                self._check()
-            self._first_validation()
-        if self.optimizer is not None:
-            self._descend(self.optimizer)
+                self._descend(self.optimizer)
         if self.method.solves and not self.at.solved:
             self._solve()
         self._save()
+
+    @contextlib.contextmanager
+    def _features(self) -> Iterator[None]:
+        """Lets features take the place of inputs, and the network's rest that of the network."""
+        begun = time.monotonic()
+        features = self._kept_features()
+        if features is None:
+            yield
+            return
+        self.at.seconds += time.monotonic() - begun
+        before = self.loader, self.held, self.model.runner
+        self.loader, self.held, self.model.runner = features, features.held, features.rest
+        self.gradients.prepare()
+        try:
+            yield
+        finally:
+            self.loader, self.held, self.model.runner = before
+            features.close()
+
+    def _kept_features(self) -> Features | None:
+        """The trunk's outputs of all examples, where they can be kept; `cached` says what is."""
+        try:
+            self._require_constant_trunk()
+            features = Features(
+                self.gradients,
+                self.loader,
+                self.held,
+                folder=None if isinstance(self.cache, bool) else Path(self.cache),
+                limit=self.cache_bytes,
+                seed=self.seed,
+                show=self.show,
+            )
+        except NoFeaturesError as reason:
+            self.cached = f"none: {reason}"
+            return None
+        self.cached = f"{features.bytes / 1e6:.1f} MB of features"
+        return features
+
+    def _require_constant_trunk(self) -> None:
+        """Raises if the trunk's outputs are not the same in every epoch, or no epoch comes."""
+        left, posterior = self.steps - self.at.step, self.model.posterior
+        for reason, holds in (
+            ("switched off", self.cache is False),
+            ("no example is seen twice", left <= self.steps_an_epoch),
+            ("inputs are augmented", self.augment is not None),
+            ("there are outliers", self.outliers is not None),
+            ("precision is mixed", self.gradients.precision is not None),
+            ("running statistics adapt", self.method.adapts_statistics),
+            ("there are several processes", self.processes.num_processes > 1),
+            ("training has draws of its own", posterior.in_training() is not posterior),
+        ):
+            if holds:
+                raise NoFeaturesError(reason)
 
     def _solve(self) -> None:
         """Computes what is not trained; where that is all, it is kept even if it does not help.
@@ -467,6 +532,17 @@ def describe_groups(groups: int | None) -> str:
     if groups is None:
         return "a draw for each example"
     return f"{groups} draws a batch" if groups > 1 else "one draw a batch"
+
+
+def _check_cache(cache: object, limit: object) -> None:
+    if not isinstance(cache, bool | str | Path):
+        raise SettingError(f"cache={cache!r} must be True, False or a folder.")
+    if not isinstance(cache, bool) and not Path(cache).is_dir():
+        raise SettingError(f"cache={str(cache)!r} is not a folder. Make it, or name another.")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise SettingError(
+            f"cache_bytes={limit!r} must be a whole number, 1 or more; cache=False switches it off."
+        )
 
 
 def _check(precision: str | None, **counts: int) -> None:

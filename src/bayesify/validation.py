@@ -3,7 +3,7 @@
 import contextlib
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -34,7 +34,11 @@ class HeldOut:
         augmented: Whether they are training images under strong augmentation.
     """
 
+<<<<<<< HEAD
     batches: Batches
+=======
+    batches: Sequence[tuple[Inputs, Any]]
+>>>>>>> h2
     augmented: bool
 
     def __len__(self) -> int:

@@ -98,7 +98,7 @@ class Tape:
         for number, constant in self._constants.items():
             values[number] = constant
         for number, tensor in zip(self._inputs, inputs.tensors(), strict=True):
-            values[number] = _channels_last(tensor)
+            values[number] = channels_last(tensor)
         for name, tensor in shared.items():
             values[self._named[name]] = tensor
         stacks = {self._named[name]: stack for name, stack in draws.items()}
@@ -116,7 +116,7 @@ class Tape:
         return values, stacks
 
 
-def _channels_last(tensor: Tensor) -> Tensor:
+def channels_last(tensor: Tensor) -> Tensor:
     """Images in the order in which convolutions are fastest."""
     if tensor.ndim == 4 and tensor.is_floating_point():
         return tensor.contiguous(memory_format=torch.channels_last)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from bayesify.tape.cutting import Cut
 from bayesify.tape.playing import Tape
 from bayesify.tape.steps import Slot, Step, aten
 
@@ -74,10 +75,23 @@ class Recorder(TorchDispatchMode):
         Raises:
             CannotTapeError: If the output was not made by an operation on the tape.
         """
+        number = self._result(result)
+        return Tape(self._steps, self._constants, self._named, self._inputs, number, self._shapes)
+
+    def cut(self, result: Tensor) -> Cut:
+        """What was taped, up to the network's output, cut where draws come in.
+
+        Raises:
+            CannotTapeError: If the output was not made by an operation on the tape.
+        """
+        number = self._result(result)
+        return Cut(self._steps, self._constants, self._named, self._inputs, number, self._shapes)
+
+    def _result(self, result: Tensor) -> int:
         number = self._slot(result)
         if number not in self._made or number not in self._random:
             raise CannotTapeError("the output does not come from a draw by operations of torch")
-        return Tape(self._steps, self._constants, self._named, self._inputs, number, self._shapes)
+        return number
 
     def _slot(self, tensor: Tensor) -> int:
         """The number of a tensor, which it wears: tensors come and go, and with them their ids."""
