@@ -34,11 +34,7 @@ class HeldOut:
         augmented: Whether they are training images under strong augmentation.
     """
 
-<<<<<<< HEAD
-    batches: Batches
-=======
     batches: Sequence[tuple[Inputs, Any]]
->>>>>>> h2
     augmented: bool
 
     def __len__(self) -> int:
