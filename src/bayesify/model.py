@@ -229,12 +229,12 @@ class BayesianModel(nn.Module):
         """Trains the posterior's own parameters and keeps the best state by held-out likelihood.
 
         Ends no worse there than the untrained posterior and than the network itself. Running
-        statistics of the network stay as they are in the checkpoint.
+        statistics of the network stay as they are in the checkpoint unless the method adapts them.
 
         Args:
             loader: Batches of inputs and target, or dicts.
-            epochs: Passes over the data, by default the method's own number; every member sees every
-                example in each.
+            epochs: Passes over the data; every member sees every example in each. By default the
+                method's own number.
             validation: Held-out data. Without it, a tenth of the training data is held out and,
                 if it is images, judged under strong augmentation.
             augment: "crop-flip", "strong", or a function of a batch of inputs.
