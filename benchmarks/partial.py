@@ -3,12 +3,12 @@
     BAYESIFY_DATA=../shared/data python benchmarks/partial.py NETWORK METHOD [--fit IMAGES]
 
 NETWORK is resnet20 or resnet56, METHOD abnn or bayes-adapter. Each part of the network is made
-random alone; its noise is chosen by the likelihood of 1,000 training images under strong
-augmentation, with a temperature of 1, and then it is measured once on the first 3,000 test images
-and 1,500 SVHN crops. --fit trains it first, on so many training images, cropped and flipped. Cost
-is the time of `predict` on 32 images as a multiple of a plain forward, the median of turns. Writes
+random alone; noise and temperature are calibrated on 1,000 training images under strong
+augmentation, and then it is measured once on the first 3,000 test images and 1,500 SVHN crops, all
+with 12 draws. --fit trains it first, on so many training images, cropped and flipped. Cost is the
+time of `predict` on 32 images as a multiple of a plain forward, the median of turns. Writes
 benchmarks/results/partial-NETWORK-METHOD.json row by row, and goes on where it was; --table prints
-what is there.
+what is there, and --plot draws docs/images/partial.png from all of them.
 """
 
 import argparse
@@ -24,15 +24,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bayesify
-from bayesify import ABNN, BayesAdapter, BayesianModel, Method
+from bayesify import ABNN, BayesAdapter, BayesianModel, Method, Temperature
 from bayesify.augmentation import strong
-from bayesify.batches import Inputs, as_inputs
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.zoo import load_model
 
 RESULTS = Path(__file__).parent / "results"
-METHODS: dict[str, Method] = {"abnn": ABNN(), "bayes-adapter": BayesAdapter()}
-FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # of the method's own noise
+METHODS: dict[str, Method] = {"abnn": ABNN(draws=12), "bayes-adapter": BayesAdapter(draws=12)}
+NOTHING = "nothing, a temperature alone"
 
 
 def parts(network: nn.Module, method: Method) -> dict[str, Any]:
@@ -51,6 +50,7 @@ def parts(network: nn.Module, method: Method) -> dict[str, Any]:
     if head:
         own += [name.replace("bn", "conv") + ".*" for name in every_other if "bn" in name]
     found = {
+        NOTHING: None,
         "last norm": [f"layer3.{blocks - 1}.bn2.*"],
         "last layer": head,
         "last block": last + head,
@@ -68,23 +68,9 @@ def loader(spec: str) -> DataLoader[Any]:
     return DataLoader(load_data(spec, normalise=CIFAR10_NORMALISATION), batch_size=250)
 
 
-def judged() -> list[tuple[Inputs, Any]]:
+def judged() -> list[Any]:
     torch.manual_seed(0)
-    return [(as_inputs(strong(x)), y) for x, y in loader("cifar10:train[49000:]")]
-
-
-def choose_noise(bnn: BayesianModel, batches: list[tuple[Inputs, Any]]) -> dict[str, float]:
-    """Walks to the strength at which the judge's NLL is lowest."""
-    tried: dict[float, float] = {}
-    usual = bnn.method.noise
-    for factor in FACTORS:
-        bnn.noise = factor * usual
-        tried[factor], _ = bnn.judge(batches, draws=bnn.method.draws, seed=0)
-        if tried[factor] > min(tried.values()) + 0.02:
-            break
-    best = min(tried, key=lambda factor: tried[factor])
-    bnn.noise = best * usual
-    return {"noise": bnn.noise, "judge_nll": tried[best]}
+    return [(strong(x), y) for x, y in loader("cifar10:train[49000:]")]
 
 
 def cost(bnn: BayesianModel, network: nn.Module) -> float:
@@ -102,6 +88,8 @@ def cost(bnn: BayesianModel, network: nn.Module) -> float:
 
 
 def measure(name: str, where: Any, method: Method, network: nn.Module, images: int) -> Any:
+    if name == NOTHING:
+        method = Temperature()
     bnn = bayesify.convert(network, method, where=where)
     row: dict[str, Any] = {"random": sum(math.prod(site.shape) for site in bnn.sites)}
     if images:
@@ -115,7 +103,8 @@ def measure(name: str, where: Any, method: Method, network: nn.Module, images: i
             progress=False,
         )
         row["fit"] = str(fitted)
-    row |= choose_noise(bnn, judged())
+    found = bnn.calibrate(judged())
+    row |= {"noise": found.noise, "temperature": found.temperature, "judge_nll": found.nll}
     report = bnn.evaluate(loader("cifar10:test[:3000]"), ood={"svhn": loader("svhn[:1500]")})
     row |= {k: getattr(report, k) for k in ("accuracy", "nll", "ece")}
     row |= {"auroc": report.ood["svhn"].auroc, "cost": round(cost(bnn, network), 2)}
@@ -134,13 +123,49 @@ def table(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(file: Path) -> None:
+    """NLL and AUROC against what a prediction costs, for all that has been run untrained."""
+    import matplotlib.pyplot as plt
+
+    names = [f"{network}-{method}" for network in ("resnet20", "resnet56") for method in METHODS]
+    done = [name for name in names if (RESULTS / f"partial-{name}.json").exists()]
+    figure, axes = plt.subplots(
+        2, len(done), figsize=(4.2 * len(done), 7), layout="constrained", squeeze=False
+    )
+    labels = {"nll": "test NLL (nats)", "auroc": "AUROC, SVHN"}
+    for column, name in zip(axes.T, done, strict=True):
+        rows = json.loads((RESULTS / f"partial-{name}.json").read_text())["rows"]
+        for ax, (measured, label) in zip(column, labels.items(), strict=True):
+            for part, row in rows.items():
+                plain = part == NOTHING
+                ax.scatter(
+                    row["cost"], row[measured], marker="s" if plain else "o",
+                    color="#D55E00" if plain else "#0072B2",
+                )  # fmt: skip
+                ax.annotate(
+                    part.partition(",")[0], (row["cost"], row[measured]), (5, 3),
+                    textcoords="offset points", fontsize=8,
+                )  # fmt: skip
+            ax.set(xlabel="cost of 12 draws (plain forwards)", ylabel=label, xscale="log")
+            ax.margins(x=0.25)
+            ax.grid(alpha=0.3)
+        network, _, method = name.partition("-")
+        title = f"ResNet-{network.removeprefix('resnet')}, {type(METHODS[method]).__name__}"
+        column[0].set_title(title)
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("network", choices=("resnet20", "resnet56"))
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--fit", type=int, default=0, metavar="IMAGES")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", action="store_true")
     arguments = parser.parse_args()
+    if arguments.plot:
+        draw(Path(__file__).parent.parent / "docs/images/partial.png")
+        return
     fitted = f"-fit{arguments.fit}" if arguments.fit else ""
     file = RESULTS / f"partial-{arguments.network}-{arguments.method}{fitted}.json"
     results = json.loads(file.read_text()) if file.exists() else {"rows": {}}

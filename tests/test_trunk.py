@@ -22,8 +22,8 @@ pytestmark = [
 ]
 METHODS = {
     "abnn": ABNN(members=3, draws=3, noise=0.3),
-    "bayes-adapter": BayesAdapter(draws=2, log_std=(-3.0, -3.0)),
-    "ibnn": IBNN(components=2, draws=2),
+    "bayes-adapter": BayesAdapter(draws=2, log_std=(-3.0, -3.0), adapt_statistics=False),
+    "ibnn": IBNN(components=2, draws=2, adapt_statistics=False),
 }
 
 

@@ -2,7 +2,8 @@
 
 A gate is a buffer of ones beside a layer's weight and a hook that multiplies the layer's input by
 it, so that scaling the input channels of a layer is replacing one small tensor, as any other draw
-is. Ones leave every bit of the input as it is. The user's network never gets a gate.
+is. A gate can also have a row for each example of a batch. Ones leave every bit of the input as it
+is. The user's network never gets a gate.
 """
 
 import functools
@@ -114,9 +115,16 @@ def _scale_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     scale = module._buffers[GATE]
     assert scale is not None  # noqa: S101  (the hook came with it)
-    if isinstance(module, _CONVOLUTIONS):
-        scale = scale.reshape(-1, *(1 for _ in module.kernel_size))
-    return map_input(lambda x: scaled(x, scale), args, kwargs)
+    pixels = len(module.kernel_size) if isinstance(module, _CONVOLUTIONS) else 0
+
+    def at_channels(x: Tensor) -> Tensor:
+        between = x.ndim - scale.ndim - pixels if scale.ndim > 1 else 0
+        if not (between or pixels):
+            return scaled(x, scale)
+        shape = (*scale.shape[:-1], *(1,) * between, scale.shape[-1], *(1,) * pixels)
+        return scaled(x, scale.reshape(shape))
+
+    return map_input(at_channels, args, kwargs)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from bayesify.batches import Inputs
+from bayesify.errors import DataError
+from bayesify.gates import GATE
 from bayesify.outliers import Outliers
 from bayesify.posterior import fresh_normals, key
 from bayesify.sampling import MOST_SHAPES, Runner
@@ -50,8 +52,9 @@ class Gradients:
         self.outliers = outliers
         self.precision = precision
         self.seed = seed
+        self.adapts = [name for name, _ in model.posterior.statistics.items()]
         self.groups = self._evenly(groups or self._default_groups())
-        self.tried: set[str] = set()
+        self.by_rows: dict[str, bool] = {}  # of kinds of input: whether gates have a row for each
         self.prepare()
 
     def prepare(self) -> None:
@@ -61,9 +64,9 @@ class Gradients:
             model.device.type, enabled=self.precision is torch.float16
         )
         self.runner = model.runner
-        if self.method.adapts_statistics:
+        if self.adapts:
             self.runner = Runner(
-                model.network, model.likelihood.read, model.posterior.shared, adapting=True
+                model.network, model.likelihood.read, model.posterior.shared, adapting=self.adapts
             )
         self._splits: dict[str, Split | None] = {}
 
@@ -204,6 +207,8 @@ class Gradients:
         draws = posterior(
             own(self.method.component(turn, count)), {n: own(value) for n, value in noise.items()}
         )
+        if exemplar and self.by_rows.get(inputs[:1].describe()):
+            return self._frozen_for_one(runner, inputs).plain(draws, inputs.map(_channels_last))
         if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
             return runner.paired(draws, apart).flatten(0, 1)
@@ -212,11 +217,17 @@ class Gradients:
         bounds = [bisect_left(places, g * whole // count) for g in range(count + 1)]
         return torch.cat(
             [
-                runner.plain({n: v[g] for n, v in draws.items()}, inputs[first:last])
+                self._frozen_for_one(runner, inputs[first:last]).plain(
+                    {n: v[g] for n, v in draws.items()}, inputs[first:last]
+                )
                 for g, (first, last) in enumerate(pairwise(bounds))
                 if first < last
             ]
         )
+
+    def _frozen_for_one(self, runner: Runner, inputs: Inputs) -> Runner:
+        """A single example has no statistics: it runs with those that are there."""
+        return self.model.runner if len(inputs) == 1 and runner is self.runner else runner
 
     def _is_exemplar(self, runner: Runner, inputs: Inputs) -> bool:
         """Whether every example gets a draw of its own: if the network can be vectorised so.
@@ -224,15 +235,41 @@ class Gradients:
         The rest behind a trunk does as the network does.
         """
         kind = inputs[:1].describe()
-        if self.groups is None and not isinstance(runner, Rest) and kind not in self.tried:
-            self.tried.add(kind)
+        if self.groups is None and not isinstance(runner, Rest) and kind not in self.by_rows:
             with torch.no_grad():
                 draws = self.model.posterior.in_training().draws(self.seed, range(2))
-            if not draws:
-                self.groups = 1
-            elif not self.model.runner.can_vectorise(draws, inputs, paired=True):
+            rows = self.by_rows[kind] = self._runs_by_rows(inputs)
+            if not draws or (self.adapts and not rows):
+                self.groups = self._evenly(1)
+            elif not (rows or self.model.runner.can_vectorise(draws, inputs, paired=True)):
                 self.groups = self._evenly(GROUPS)
         return self.groups is None
+
+    @torch.no_grad()
+    def _runs_by_rows(self, inputs: Inputs) -> bool:
+        """Whether gates with a row for each example do what a loop over the examples does.
+
+        Then a batch runs as one, which is faster than vmap, and can have statistics of its own.
+        """
+        sites, few = self.model.sites, inputs[:3]
+        if len(few) < 2 or any(site.name.rpartition(".")[2] != GATE for site in sites):
+            return False
+        random = torch.Generator().manual_seed(0)
+        gates = {
+            site.name: 0.5 + torch.rand(len(few), *site.shape, generator=random) for site in sites
+        }
+        gates = {name: gate.to(self.model.device) for name, gate in gates.items()}
+        run = self.model.runner.plain
+        try:
+            together = run(gates, few)
+        except DataError:
+            return False
+        alone = [run({n: v[i] for n, v in gates.items()}, few[i : i + 1]) for i in range(len(few))]
+        expected = torch.cat(alone)
+        if together.shape != expected.shape:
+            return False
+        close = 1e-3 * expected.abs().max().item()
+        return torch.allclose(together, expected, rtol=0, atol=close)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision is None:
@@ -240,10 +277,10 @@ class Gradients:
         return torch.autocast(self.model.device.type, dtype=self.precision)
 
     def _default_groups(self) -> int | None:
-        """Draws of a training batch; batches are run whole where they need statistics."""
+        """Draws of a training batch; few, where the batch needs statistics."""
         shapes = self.model.posterior.in_training().shapes().values()
         groups = self.method.groups(sum(math.prod(shape) for shape in shapes))
-        return groups or (1 if dict(self.model.posterior.statistics.items()) else None)
+        return 1 if groups and self.adapts else groups
 
     def _evenly(self, groups: int | None) -> int | None:
         """Draws of a training batch, as many from each component that it is split over."""

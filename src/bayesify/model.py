@@ -133,7 +133,7 @@ class BayesianModel(nn.Module):
         self.likelihood = likelihood
         self.posterior = method.posterior(sites, named_tensors(network))
         if method.adapts_statistics:
-            self.posterior.adopt_statistics(find_statistics(network))
+            self.posterior.adopt_statistics(find_statistics(network, sites))
         if isinstance(likelihood, Regression):
             likelihood.to(next(network.parameters()))
         self.temperature = 1.0

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -103,10 +103,10 @@ class Replicas:
 
     Args:
         network: What is copied.
-        adapting: Whether layers with running statistics are in training mode.
+        adapting: Names of the running statistics whose layers are in training mode.
     """
 
-    def __init__(self, network: nn.Module, *, adapting: bool = False) -> None:
+    def __init__(self, network: nn.Module, *, adapting: Collection[str] = ()) -> None:
         self.network = network
         self.adapting = adapting
         self.slots = slots(network)
@@ -116,8 +116,8 @@ class Replicas:
         """This thread's copy."""
         if not hasattr(self._local, "network"):
             self._local.network = private_copy(self.network)
-            for module in self._local.network.modules() if self.adapting else ():
-                module.training = "running_mean" in module._buffers
+            for name in self.adapting:
+                self._local.network.get_submodule(name.rpartition(".")[0]).train()
         network: nn.Module = self._local.network
         return network
 
@@ -131,7 +131,7 @@ class Runner:
         shared: Tensors that take the place of the network's own in every draw.
         shares_trunk: Whether layers stand before the first random one.
         strategy: One of `STRATEGIES`, or "auto": what is fastest, measured once for each shape.
-        adapting: Whether normalisation layers use each batch's statistics, and update their own.
+        adapting: Names of running statistics: their layers use each batch's, and update their own.
 
     Attributes:
         used: The strategies by which draws ran, for who wants to repeat that.
@@ -145,7 +145,7 @@ class Runner:
         *,
         shares_trunk: bool = False,
         strategy: str = "auto",
-        adapting: bool = False,
+        adapting: Collection[str] = (),
     ) -> None:
         self.replicas = Replicas(network, adapting=adapting)
         self.read = read

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, dropwhile
 
 import torch
 from torch import Tensor, nn
@@ -144,11 +144,16 @@ def named_tensors(network: nn.Module) -> dict[str, Tensor]:
     return dict(chain(network.named_parameters(), network.named_buffers()))
 
 
-def find_statistics(network: nn.Module) -> dict[str, Tensor]:
-    """The running means and variances of a network's normalisation layers, by name."""
+def find_statistics(network: nn.Module, sites: Sequence[Site]) -> dict[str, Tensor]:
+    """The running means and variances of normalisation layers, by name, from the first site on.
+
+    Those of layers registered before it are left out: nothing changes what they see.
+    """
+    owners = {site.name.rpartition(".")[0] for site in sites}
+    behind = dropwhile(lambda named: named[0] not in owners, network.named_modules())
     return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in network.named_modules()
+        for prefix, module in behind
         for name, buffer in module.named_buffers(recurse=False)
         if name in ("running_mean", "running_var")
     }

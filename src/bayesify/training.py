@@ -247,7 +247,7 @@ class Fit:
             ("inputs are augmented", self.augment is not None),
             ("there are outliers", self.outliers is not None),
             ("precision is mixed", self.gradients.precision is not None),
-            ("running statistics adapt", self.method.adapts_statistics),
+            ("running statistics adapt", bool(self.gradients.adapts)),
             ("there are several processes", self.processes.num_processes > 1),
             ("training has draws of its own", posterior.in_training() is not posterior),
         ):

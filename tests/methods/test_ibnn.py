@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader
 
 import bayesify
 from bayesify import IBNN, NothingToRandomiseError, SettingError
+from bayesify.batches import as_inputs
+from bayesify.gradients import Gradients
 from bayesify.methods import make_method
 from bayesify.posterior import fresh_normals, key
 from conftest import small_cnn
@@ -152,10 +155,10 @@ def test_gradients_are_those_of_a_loop(
     draws: int,
 ) -> None:
     x, y = batch
-    method = IBNN(components=3, draws=3, mean_std=0.2, lr=0.0, latent_lr=0.0, weight_decay=0.0)
-    bnn = bayesify.convert(trained, method)
+    still = {"lr": 0.0, "latent_lr": 0.0, "weight_decay": 0.0, "adapt_statistics": False}
+    bnn = bayesify.convert(trained, IBNN(components=3, draws=3, mean_std=0.2, **still))
     expected = loop(trained, bnn, x, y, draws)
-    result = bnn.fit([batch], validation=[batch], progress=False, groups=groups)
+    result = bnn.fit([batch], validation=[batch], epochs=1, progress=False, groups=groups)
     assert result.groups == (None if groups is None else draws)
     for name, parameter in bnn.posterior.named_parameters():
         # At the first step beta is 0: the KL adds nothing.
@@ -203,9 +206,10 @@ def test_the_kl_is_added_once_a_step(
 ) -> None:
     """Nothing moves and hardly anything is random: steps differ by beta, 0, 1/2 and 1."""
     still = {"lr": 0.0, "latent_lr": 0.0, "weight_decay": 0.0, "std": (1e-4, 0.0)}
-    method = IBNN(components=2, draws=2, prior_std=0.01, **still)
+    method = IBNN(components=2, draws=2, prior_std=0.01, adapt_statistics=False, **still)
     bnn = bayesify.convert(trained, method)
-    bnn.fit([batch] * 3, validation=[batch], num_examples=36, progress=False, accumulate=2)
+    few = {"num_examples": 36, "epochs": 1, "accumulate": 2}
+    bnn.fit([batch] * 3, validation=[batch], progress=False, **few)
     kl = torch.autograd.grad(bnn.posterior.kl(0.01), list(bnn.posterior.mean.parameters()))
     for parameter, share in zip(bnn.posterior.mean.parameters(), kl, strict=True):
         first, second, third = (step[id(parameter)] for step in gradients)
@@ -277,7 +281,7 @@ def test_a_short_last_batch_may_be_smaller_than_the_components(
     x, y = stripes
     batches = [(x[:20], y[:20]), (x[20:22], y[20:22]), (x[22:23], y[22:23])]
     bnn = bayesify.convert(trained, IBNN())
-    result = bnn.fit(batches, validation=validation, progress=False)
+    result = bnn.fit(batches, validation=validation, epochs=1, progress=False)
     assert result.steps == 3
     assert result.groups is None
 
@@ -311,9 +315,71 @@ def test_from_scratch(
     assert torch.equal(loaded.predict(x).probs, bnn.predict(x).probs)
 
 
-def test_a_checkpoint_keeps_its_statistics(cnn: nn.Module) -> None:
-    assert not list(bayesify.convert(cnn, IBNN()).posterior.statistics)
-    assert not IBNN().adapts_statistics
+def test_a_checkpoint_keeps_its_statistics_if_asked(cnn: nn.Module) -> None:
+    assert not list(bayesify.convert(cnn, IBNN(adapt_statistics=False)).posterior.statistics)
+    assert IBNN(adapt_statistics=False, scratch=True).adapts_statistics
+
+
+# Gates with a row for each example
+
+
+class TimeFirst(nn.Module):
+    """Its linear layers see sequences before examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.transpose(0, 1)).tanh().mean(0))
+
+
+def test_rows_are_what_vmap_does(
+    trained: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = IBNN(components=2, draws=2, mean_std=0.3, std=(0.3, 0.0), adapt_statistics=False)
+    found = []
+    for rows in (True, False):
+        with monkeypatch.context() as patched:
+            if not rows:
+                patched.setattr(Gradients, "_runs_by_rows", lambda *_: False)
+            gradients = Gradients(bayesify.convert(trained, method), None, None, None, 0)
+            found.append(gradients.vector(as_inputs(batch[0]), batch[1], 7))
+            assert list(gradients.by_rows.values()) == [rows]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_rows_only_where_they_are_of_examples(steps: int) -> None:
+    """Three steps for three examples: shapes go together, and values do not."""
+    bnn = bayesify.convert(TimeFirst().eval(), IBNN(components=2, draws=2))
+    gradients = Gradients(bnn, None, None, None, 0)
+    gradients.vector(as_inputs(torch.randn(6, steps, 4)), torch.arange(6) % 3, 0)
+    assert list(gradients.by_rows.values()) == [False]
+    assert gradients.groups is None
+
+
+def test_statistics_adapt_to_the_whole_batch(
+    trained: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """Every example has a draw of its own, and still they are normalised together."""
+    method = IBNN(components=2, draws=2, std=(1e-4, 0.0), mean_std=0.0, samples=1)
+    bnn = bayesify.convert(trained, method)
+    result = bnn.fit([batch], validation=[batch], epochs=1, keep="last", progress=False)
+    assert result.groups is None
+    plain = copy.deepcopy(trained).train()
+    plain(batch[0])
+    for name, statistic in bnn.posterior.statistics.items():
+        torch.testing.assert_close(statistic, plain.state_dict()[name], atol=1e-3, rtol=1e-2)
+
+
+def test_statistics_do_not_adapt_to_one_example() -> None:
+    """It may have no variance, and a network can refuse it."""
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    x, y = torch.randn(9, 4), torch.arange(9) % 3
+    bnn = bayesify.convert(network, IBNN(components=2, draws=2))
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])]
+    assert bnn.fit(batches, validation=batches, epochs=1, progress=False).steps == 2
 
 
 # Settings

@@ -20,6 +20,7 @@ $\hat q$ is the distribution of the average of one draw of each component, which
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,14 @@ class IBNN(Method):
         std: The standard deviations start as |N(a, b^2)| of this pair.
         samples: S, draws of each example in a training step.
         bias_noise: Whether biases get random scales too.
-        lr: Peak learning rate of weights and biases (SGD, Nesterov momentum 0.9, cosine).
+        lr: Peak learning rate of weights and biases (a cosine).
         latent_lr: Learning rate of the latent distributions, a quarter of it at the end.
         weight_decay: Of weights and biases.
-        scratch: Whether the network is untrained: then all of its parameters train, and the running
-            statistics of its normalisation layers adapt.
+        adapt_statistics: Whether running statistics of normalisation layers follow the training
+            images.
+        scratch: Whether the network is untrained: then all of its parameters train, by SGD with
+            Nesterov momentum 0.9 instead of Adam, which wants other rates (1e-2 and 0.2, for
+            instance), and statistics adapt in any case.
     """
 
     noise: float = 1.0
@@ -61,9 +65,12 @@ class IBNN(Method):
     samples: int = 2
     bias_noise: bool = False
     lr: float = 1e-4
-    latent_lr: float = 0.02
+    latent_lr: float = 1e-3
     weight_decay: float = 5e-4
+    adapt_statistics: bool = True
     scratch: bool = False
+
+    epochs: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         self.check_pair("std")
@@ -105,25 +112,21 @@ class IBNN(Method):
 
     @property
     def adapts_statistics(self) -> bool:
-        """From scratch, there are none to keep."""
-        return self.scratch
+        """If asked to; from scratch, there are none to keep."""
+        return self.adapt_statistics or self.scratch
 
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:  # noqa: ARG002
         """Weights slowly, with weight decay; the latent distributions faster, without."""
         assert isinstance(posterior, Latent)  # noqa: S101  (made above)
         latent = [*posterior.mean.parameters(), *posterior.rho.parameters()]
-        return torch.optim.SGD(
-            [
-                {
-                    "params": list(posterior.weights.parameters()),
-                    "lr": self.lr,
-                    "weight_decay": self.weight_decay,
-                },
-                {"params": latent, "lr": self.latent_lr},
-            ],
-            momentum=0.9,
-            nesterov=True,
-        )
+        weights = list(posterior.weights.parameters())
+        groups = [
+            {"params": weights, "lr": self.lr, "weight_decay": self.weight_decay},
+            {"params": latent, "lr": self.latent_lr},
+        ]
+        if self.scratch:
+            return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+        return torch.optim.AdamW(groups, weight_decay=0.0)
 
     def rates(self, progress: float) -> Sequence[float]:
         """A cosine for the weights; the latent rate falls to a quarter in the middle third."""
