@@ -56,7 +56,7 @@ def parts(network: nn.Module, method: Method) -> dict[str, Any]:
         "last block": last + head,
         "last stage": ["layer3.*", *head],
         "last two stages": ["layer2.*", "layer3.*", *head],
-        "everything": None,
+        "everything": 1.0,
         "first norm": ["bn1.*"],
         "first stage": ["bn1.*", "layer1.*"],
         "every other layer": own,

@@ -35,12 +35,13 @@ from bayesify.zoo import CifarResNet
 FILE = Path(__file__).parent / "results" / "speed.json"
 DRAWS = 12
 LAST_BLOCK = "layer3.2.*"
+EVERY = 1.0
 TWO_BLOCKS = ["blocks.10.*", "blocks.11.*", "norm.*"]
 # Name, network, image size, which norms are random, and by batch size what we are out to reach.
 ROWS: list[tuple[str, str, int, Any, dict[int, float]]] = [
-    ("ResNet-20, every norm random", "resnet20", 32, None, {1: 4, 8: 6, 128: 6}),
+    ("ResNet-20, every norm random", "resnet20", 32, EVERY, {1: 4, 8: 6, 128: 6}),
     ("ResNet-20, last block random", "resnet20", 32, "layer3.2.*", {1: 1.5, 8: 1.3, 128: 1.2}),
-    ("ResNet-50 (224), every norm", "resnet50", 224, None, {1: 10, 8: 9}),
+    ("ResNet-50 (224), every norm", "resnet50", 224, EVERY, {1: 10, 8: 9}),
     ("ResNet-50 (224), last block", "resnet50", 224, "layer4.2.*", {1: 1.4, 8: 1.4}),
     ("ViT-S/16 (224), last two blocks", "vit_small_patch16_224", 224, TWO_BLOCKS, {1: 1.8, 8: 2.4}),
 ]
@@ -129,7 +130,7 @@ def peers() -> dict[str, Any]:
         x = torch.randn(batch, 3, 32, 32)
         network = build("resnet20")
         ways: dict[str, Callable[[], object]] = {"plain": lambda network=network, x=x: network(x)}
-        ways["bayesify, every norm"], _ = predicting(bayesian(network, x, None), x)
+        ways["bayesify, every norm"], _ = predicting(bayesian(network, x, EVERY), x)
         ways["bayesify, last block"], _ = predicting(bayesian(network, x, "layer3.2.*"), x)
         for name, make in (
             ("deep ensemble of 12", ensemble),
@@ -196,7 +197,7 @@ def memory() -> dict[str, Any]:
                 network(x)
             row = {"plain_MB": plain.peak / 1e6}
             for draws in (12, 48):
-                bnn = bayesian(network, x, None, draws)
+                bnn = bayesian(network, x, EVERY, draws)
                 with PeakMemory() as used:
                     bnn.predict(x)
                 row[f"{draws} draws"] = round(used.peak / plain.peak, 2)
@@ -213,7 +214,7 @@ def growth() -> dict[str, Any]:
         costs = {}
         for at, (name, size, batch, draws) in points.items():
             network, x = build(name), torch.randn(batch, 3, size, size)
-            predict, chosen = predicting(bayesian(network, x, None, draws), x)
+            predict, chosen = predicting(bayesian(network, x, EVERY, draws), x)
             found = in_turn(
                 {"plain": lambda network=network, x=x: network(x), "predict": predict}, seconds=4
             )
@@ -248,7 +249,7 @@ def fit(examples: int = 2048, epochs: int = 4) -> dict[str, Any]:
     held = DataLoader(TensorDataset(images[:64], labels[:64]), 64)
     loader = DataLoader(TensorDataset(images, labels), 128, shuffle=True)
     rows: list[tuple[str, Any, int, bool]] = [
-        ("every norm", None, 1, False),
+        ("every norm", EVERY, 1, False),
         ("last block", LAST_BLOCK, 1, False),
         ("last block, cached", LAST_BLOCK, 1, True),
         ("last block, 3 members", LAST_BLOCK, 3, False),

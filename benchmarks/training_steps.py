@@ -102,8 +102,8 @@ def main() -> None:
     methods: dict[str, tuple[Method, int | None, int]] = {
         "ABNN, one member": (ABNN(members=1), None, 1),
         "BayesAdapter, default choice": (BayesAdapter(), None, 1),
+        "BayesAdapter, a draw for each example": (BayesAdapter(adapt_statistics=False), None, 1),
         "BayesAdapter, 4 groups": (BayesAdapter(), 4, 1),
-        "BayesAdapter, shared draw": (BayesAdapter(), 1, 1),
         "iBNN, one draw": (IBNN(samples=1), None, 1),
         "iBNN, two draws": (IBNN(samples=2), None, 2),
     }

@@ -92,7 +92,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any]] = {
 }
 METHODS: dict[str, Method] = {
     "abnn": ABNN(members=2, draws=4, lr=0.01),
-    "bayes-adapter": BayesAdapter(draws=4, lr=0.01, log_std=(-3.0, -3.0), adapt_statistics=False, adam=False),
+    "bayes-adapter": BayesAdapter(
+        draws=4, lr=0.01, log_std=(-3.0, -3.0), adapt_statistics=False, adam=False
+    ),
 }
 EXAMPLES = 44
 

@@ -116,7 +116,10 @@ def deep() -> nn.Module:
 @pytest.mark.parametrize(
     ("where", "names"),
     [
-        (None, ["0.1.weight", "1.1.weight", "2.1.weight", "3.1.weight", "4.1.weight"]),
+        (None, ["1.1.weight", "2.1.weight", "3.1.weight", "4.1.weight"]),  # ABNN's two thirds
+        (1.0, ["0.1.weight", "1.1.weight", "2.1.weight", "3.1.weight", "4.1.weight"]),
+        (0.5, ["2.1.weight", "3.1.weight", "4.1.weight"]),
+        (0.4, ["3.1.weight", "4.1.weight"]),
         ("3.*", ["3.1.weight"]),
         (["0.*", "[34].*"], ["0.1.weight", "3.1.weight", "4.1.weight"]),
         (2, ["3.1.weight", "4.1.weight"]),
@@ -138,7 +141,13 @@ def test_where_names_the_pattern_that_missed(deep: nn.Module) -> None:
         select(find_norms(deep)[0], ["0.*", "typo*"])
 
 
-@pytest.mark.parametrize("where", [2.5, [1, 2], object()])
+@pytest.mark.parametrize("where", [2.5, 0.0, -0.5, float("nan")])
+def test_no_fraction(deep: nn.Module, where: float) -> None:
+    with pytest.raises(UnknownSiteError, match="a fraction must be above 0 and at most 1"):
+        bayesify.convert(deep, where=where)
+
+
+@pytest.mark.parametrize("where", [[1, 2], object()])
 def test_where_of_no_known_kind(deep: nn.Module, where: object) -> None:
     with pytest.raises(SettingError, match="must be a glob"):
         bayesify.convert(deep, where=where)

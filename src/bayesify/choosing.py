@@ -58,7 +58,7 @@ def choose(
         >>> choice.sites
         ('2.weight',)
     """
-    whole = convert(model, method, likelihood=likelihood)
+    whole = convert(model, method, likelihood=likelihood, where=1.0)
     _require_spread(whole)
     held = _held_out(validation, training, seed)
     calibrating, judging = held.halves()

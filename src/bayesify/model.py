@@ -45,10 +45,12 @@ def convert(
         model: A trained network of any architecture.
         method: What becomes random and how; `ABNN()` by default.
         likelihood: "classification", "binary", "multilabel", "regression", or a `Likelihood`.
-        where: Which sites: a glob or globs over tensor names, the number of last sites, or a
-            predicate on the name; all by default. "auto" chooses by held-out likelihood how
-            many of the last layers, the fewest that do: see `bayesify.choosing`. It chooses sites
-            and nothing else: fit and calibrate as ever. `BayesianModel.choice` says what it tried.
+        where: Which sites: a glob or globs over tensor names, the number of last sites, a
+            fraction of them (1.0: all), or a predicate on the name. By default the method's own
+            fraction, the last two thirds for ABNN and all for others. "auto" chooses by held-out
+            likelihood how many of the last layers, the fewest that do: see `bayesify.choosing`. It
+            chooses sites and nothing else: fit and calibrate as ever. `BayesianModel.choice` says
+            what it tried.
         example: Inputs by which the execution order of the sites is learned, for `where=k`.
         validation: For "auto": data that the network has not seen; the first 2,000 examples count.
         training: For "auto", where there is no such data: what the network was trained on. A tenth

@@ -8,6 +8,7 @@ input. The offset is 0 for most layers and 1 for those that store gamma - 1 (Gem
 
 import copy
 import fnmatch
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from bayesify.errors import NothingToRandomiseError, SettingError, UnknownSiteError
 
-Where = str | Sequence[str] | int | Callable[[str], bool] | None
+Where = str | Sequence[str] | float | Callable[[str], bool] | None
 
 _NORM = re.compile(r"norm|(bn|abn)(\d?d)?$", re.IGNORECASE)
 _TORCH_NORMS = (
@@ -164,14 +165,14 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
 
     Args:
         sites: The candidates, in execution order.
-        where: A glob or globs over tensor names, the number of last sites, or a predicate on
-            the name; None keeps all.
+        where: A glob or globs over tensor names, the number of last sites, a fraction of them
+            (the last half is 0.5), or a predicate on the name; None keeps all, and so does 1.0.
 
     Raises:
         UnknownSiteError: If a pattern, or all of `where`, matches nothing.
     """
     names = [site.name for site in sites]
-    if where is None:
+    if where is None or (isinstance(where, float) and where == 1):
         kept = set(names)
     elif not names:
         raise UnknownSiteError(
@@ -185,6 +186,13 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
         )
     elif isinstance(where, int):
         kept = set(names[-where:])
+    elif isinstance(where, float):
+        if not 0 < where < 1:
+            raise UnknownSiteError(
+                f"where={where!r}: a fraction must be above 0 and at most 1, as 0.5 for the last "
+                f"half of the sites; a number of sites is a whole one. {_listing(names)}"
+            )
+        kept = set(names[-math.ceil(where * len(names) - 1e-9) :])
     elif callable(where):
         kept = {name for name in names if where(name)}
     else:
@@ -197,7 +205,7 @@ def select(sites: Sequence[Site], where: Where) -> list[Site]:
                 f"{_listing(names)}"
             )
         kept = {name for matched in matches.values() for name in matched}
-    if not kept and where is not None:
+    if not kept and names:
         raise UnknownSiteError(f"where={where!r} matches no site. {_listing(names)}")
     return [site for site in sites if site.name in kept]
 
@@ -364,9 +372,10 @@ def check_where(where: Where) -> None:
             "where='auto', validation=loader), or `bayesify fit --where auto`, and see what it "
             "chose."
         )
-    if where is None or isinstance(where, str | int) or callable(where):
+    if where is None or isinstance(where, str | int | float) or callable(where):
         return
     if not isinstance(where, Iterable) or not all(isinstance(item, str) for item in where):
         raise SettingError(
-            f"where={where!r} must be a glob, a list of globs, a number or a function of a name."
+            f"where={where!r} must be a glob, a list of globs, a number, a fraction or a "
+            f"function of a name."
         )
