@@ -27,7 +27,7 @@ FILE = Path(__file__).parent / "results" / "cubic_tuning.json"
 LAYERS, WIDTH, STEPS, HELD = (1, 3, 5), 256, 2000, 6
 CANDIDATES: list[Method] = [
     *(
-        IBNN(mean_std=0.5, prior_std=prior_std, lr=lr, latent_lr=latent_lr, scratch=True)
+        IBNN(mean_std=0.5, prior_std=prior_std, lr=lr, latent_lr=latent_lr, samples=2, scratch=True)
         for prior_std, lr, latent_lr in (
             (0.1, 1e-3, 0.05),
             (0.1, 3e-3, 0.02),

@@ -38,13 +38,17 @@ WIDTHS, SEEDS = (1, 2, 4, 8), (0, 1)  # hidden sizes times w: about w^2 times th
 NORMALISATION = ((0.2860,), (0.3530,))
 
 METHODS: dict[str, Method] = {
-    "iBNN": IBNN(mean_std=0.5, prior_std=0.1, lr=1e-2, latent_lr=0.2, scratch=True, draws=8),
+    "iBNN": IBNN(
+        mean_std=0.5, prior_std=0.1, lr=1e-2, latent_lr=0.2, samples=2, scratch=True, draws=8
+    ),
     "VI": MeanFieldVI(prior_std=0.1, log_std=(-3.0, -3.0), lr=1e-2, draws=8),
     "VI, not converged": MeanFieldVI(draws=8),
 }
 CANDIDATES: list[Method] = [
     *(
-        IBNN(prior_std=s, lr=lr, latent_lr=latent_lr, mean_std=0.5, scratch=True, draws=8)
+        IBNN(
+            prior_std=s, lr=lr, latent_lr=latent_lr, mean_std=0.5, samples=2, scratch=True, draws=8
+        )
         for s, lr, latent_lr in (
             (0.1, 1e-2, 0.2),
             (0.1, 1e-2, 1.0),

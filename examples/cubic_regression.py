@@ -37,7 +37,9 @@ TITLE = (
 # held out, VI by its own objective, which ends at 1.5. MeanFieldVI's default settings start it
 # nearly certain and slow: after as many steps its objective is still 90 (1 layer) to 31,000 (5).
 METHODS: dict[str, Method] = {
-    "iBNN": IBNN(mean_std=0.5, prior_std=0.3, lr=3e-3, latent_lr=0.05, scratch=True, draws=100),
+    "iBNN": IBNN(
+        mean_std=0.5, prior_std=0.3, lr=3e-3, latent_lr=0.05, samples=2, scratch=True, draws=100
+    ),
     "VI": MeanFieldVI(prior_std=0.1, log_std=(-3.0, -3.0), lr=3e-3, draws=100),
     "VI, not converged": MeanFieldVI(draws=100),
 }

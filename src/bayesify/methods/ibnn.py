@@ -62,7 +62,7 @@ class IBNN(Method):
     prior_std: float = 0.1
     mean_std: float = 0.05
     std: tuple[float, float] = (0.05, 0.02)
-    samples: int = 2
+    samples: int = 1
     bias_noise: bool = False
     lr: float = 1e-4
     latent_lr: float = 1e-3
