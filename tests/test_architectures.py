@@ -36,7 +36,8 @@ def test_architecture(
                 parameter.normal_(0, 0.1)
     x = architecture.example()
     with untouched(network):
-        bnn = bayesify.convert(network, method, likelihood=architecture.likelihood)
+        # Everything random, early layers too: in an untrained network late ones may not show.
+        bnn = bayesify.convert(network, method, likelihood=architecture.likelihood, where=1.0)
         bnn.strategy = "looped"
         looped = bnn.predict(x, keep_draws=True)
         bnn.strategy = "vectorised"

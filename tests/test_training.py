@@ -211,9 +211,10 @@ def test_gradients_are_those_of_the_papers_loss(
 
 # Pixels of `stripes` run from 0 to 1 by this mean and standard deviation.
 OUTLIERS = {"normalisation": ([0.5], [0.08]), "ood": [torch.rand(30, 1, 8, 8)]}
-ADAPTER = BayesAdapter(draws=2, log_std=(-3.0, -3.0), lr=0.01)
-DOUBTING = BayesAdapter(draws=2, log_std=(-3.0, -3.0), lr=0.01, ood_radius=0.2)
-SCALES = IBNN(draws=3, components=3, lr=0.01, mean_std=0.2)
+FROZEN = {"lr": 0.01, "psi_lr": 0.1, "adapt_statistics": False, "adam": False}
+ADAPTER = BayesAdapter(draws=2, log_std=(-3.0, -3.0), **FROZEN)
+DOUBTING = BayesAdapter(draws=2, log_std=(-3.0, -3.0), ood_radius=0.2, **FROZEN)
+SCALES = IBNN(draws=3, components=3, samples=2, lr=0.01, mean_std=0.05, adapt_statistics=False)
 PARTS = {
     "abnn": (METHOD, {}),
     "abnn-groups": (METHOD, {"groups": 3}),
@@ -240,7 +241,7 @@ def test_accumulation_gives_the_same_update(
     def run(accumulate: int) -> dict[str, Tensor]:
         bnn = bayesify.convert(trained, method).double()
         before = values(bnn)
-        settings = {**more, "accumulate": accumulate, "keep": "last"}
+        settings = {**more, "accumulate": accumulate, "keep": "last", "epochs": 1}
         bnn.fit(batches, validation=batches, progress=False, **settings)
         after = values(bnn)
         assert not any(torch.equal(after[name], before[name]) for name in after)
@@ -471,7 +472,7 @@ def test_a_step_in_mixed_precision_is_nearly_the_same(
     batch = [(stripes[0][:20], stripes[1][:20])]
     for mixed in (None, precision):
         bnn = bayesify.convert(trained, method)
-        bnn.fit(batch, validation=batch, precision=mixed, progress=False, **settings)
+        bnn.fit(batch, validation=batch, epochs=1, precision=mixed, progress=False, **settings)
     whole, rough = (torch.cat([g.flatten() for g in step.values()]) for step in gradients)
     assert (whole - rough).norm() < 0.1 * whole.norm()
     assert not torch.equal(whole, rough)
@@ -586,7 +587,9 @@ RESUMED = {
     "bayes-adapter": (ADAPTER, {}),
     "bayes-adapter-outliers": (DOUBTING, OUTLIERS),
     "bayes-adapter-groups": (ADAPTER, {"groups": 2}),
+    "bayes-adapter-adapting": (BayesAdapter(draws=2, lr=0.01), {}),
     "ibnn": (SCALES, {}),
+    "ibnn-adapting": (IBNN(draws=3, components=3, lr=0.01), {}),
     "ibnn-scratch": (IBNN(components=2, draws=2, lr=0.01, scratch=True), {}),
     "mean-field-vi": (MeanFieldVI(lr=0.01), {}),
 }

@@ -233,7 +233,7 @@ def test_gradients_are_compared_not_only_outputs() -> None:
 
 
 def test_a_short_trunk_is_not_split_off() -> None:
-    gradients = gradients_of(resnet(), METHODS["abnn"], None)
+    gradients = gradients_of(resnet(), METHODS["abnn"], 1.0)
     assert gradients.split(as_inputs(torch.randn(4, 3, 16, 16))) is None
 
 

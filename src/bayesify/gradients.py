@@ -211,7 +211,7 @@ class Gradients:
             return self._frozen_for_one(runner, inputs).plain(draws, inputs.map(_channels_last))
         if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
-            return runner.paired(draws, apart).flatten(0, 1)
+            return self._frozen_for_one(runner, inputs).paired(draws, apart).flatten(0, 1)
         inputs = inputs.map(_channels_last)
         places = [c * size + row for c in range(copies) for row in range(mine.start, mine.stop)]
         bounds = [bisect_left(places, g * whole // count) for g in range(count + 1)]
@@ -238,8 +238,11 @@ class Gradients:
         if self.groups is None and not isinstance(runner, Rest) and kind not in self.by_rows:
             with torch.no_grad():
                 draws = self.model.posterior.in_training().draws(self.seed, range(2))
-            rows = self.by_rows[kind] = self._runs_by_rows(inputs)
-            if not draws or (self.adapts and not rows):
+            rows = self._runs_by_rows(inputs)
+            several = len(inputs) > 1
+            if several:
+                self.by_rows[kind] = rows
+            if not draws or (self.adapts and several and not rows):
                 self.groups = self._evenly(1)
             elif not (rows or self.model.runner.can_vectorise(draws, inputs, paired=True)):
                 self.groups = self._evenly(GROUPS)

@@ -249,7 +249,8 @@ class BayesianModel(nn.Module):
             precision: "bf16" or "fp16" runs the network in mixed precision.
             groups: Draws a batch, each for its part of it. By default the method chooses: a draw
                 for every example where that is cheap and the network can be vectorised so.
-            accumulate: Runs a batch in that many parts, with the same result and less memory.
+            accumulate: Runs a batch in that many parts, with the same result and less memory; where
+                statistics adapt, each part has its own, and the result is another.
             validations: How often held-out data is looked at.
             keep: "best", or "last": the state when training is over, whatever held-out data says.
             normalisation: Mean and standard deviation of each channel by which images were

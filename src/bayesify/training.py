@@ -348,6 +348,8 @@ class Fit:
         if self.augment is not None:
             inputs = _augmented(inputs, self.augment, step_seed)
         size, rank, world = len(inputs), self.processes.process_index, self.processes.num_processes
+        if self.gradients.adapts:
+            rank, world = 0, 1  # statistics are of whole batches: every process runs all of them
         target = torch.as_tensor(target)
         parts = world * self.accumulate
         total = 0.0
@@ -372,14 +374,12 @@ class Fit:
         return total
 
     def _reduce(self, parameters: list[Tensor], total: float) -> float:
-        """Sums gradients and loss over processes, and averages what statistics adapted to."""
+        """Sums gradients and loss over processes."""
         from accelerate.utils import reduce
 
         for parameter in parameters:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = reduce(grad, "sum")
-        for _, statistic in self.model.posterior.statistics.items():
-            statistic.copy_(reduce(statistic, "mean"))
         summed: float = reduce(torch.tensor(total, device=self.model.device), "sum").item()
         return summed
 

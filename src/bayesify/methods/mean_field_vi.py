@@ -57,6 +57,10 @@ class MeanFieldVI(Method):
         """An untrained network has none to keep."""
         return True
 
+    def groups(self, numbers: int) -> int:  # noqa: ARG002
+        """One draw for all of a batch, the plain estimate."""
+        return 1
+
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:  # noqa: ARG002
         """Adam on means and standard deviations alike."""
         return torch.optim.Adam(posterior.parameters(), lr=self.lr)
