@@ -222,7 +222,7 @@ class BayesianModel(nn.Module):
         precision: str | None = None,
         groups: int | None = None,
         accumulate: int = 1,
-        validations: int = 4,
+        validations: int | None = None,
         keep: str = "best",
         normalisation: Normalisation | None = None,
         cache: bool | str | Path = True,
@@ -251,7 +251,7 @@ class BayesianModel(nn.Module):
                 for every example where that is cheap and the network can be vectorised so.
             accumulate: Runs a batch in that many parts, with the same result and less memory; where
                 statistics adapt, each part has its own, and the result is another.
-            validations: How often held-out data is looked at.
+            validations: How often held-out data is looked at, by default the method's own number.
             keep: "best", or "last": the state when training is over, whatever held-out data says.
             normalisation: Mean and standard deviation of each channel by which images were
                 normalised, for methods that add noise in pixel units.
@@ -288,7 +288,7 @@ class BayesianModel(nn.Module):
             precision=precision,
             groups=groups,
             accumulate=accumulate,
-            validations=validations,
+            validations=self.method.validations if validations is None else validations,
             keep=keep,
             cache=cache,
             cache_bytes=cache_bytes,

@@ -76,6 +76,7 @@ class BayesAdapter(Method):
     adam: bool = True
 
     epochs: ClassVar[int] = 4
+    validations: ClassVar[int] = 1  # at the end: while the rate is high, all weights still move
     takes_ood: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
