@@ -185,7 +185,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
         }
         for name, where in parts(network, method).items():
-            if arguments.costs:
+            if arguments.costs and name in results["rows"]:
                 spent = cost(made(name, where, method, network), network)
                 results["rows"][name]["cost"] = round(spent, 2)
             elif name not in results["rows"]:

@@ -238,7 +238,8 @@ class Gradients:
         if self.groups is None and not isinstance(runner, Rest) and kind not in self.by_rows:
             with torch.no_grad():
                 draws = self.model.posterior.in_training().draws(self.seed, range(2))
-            rows = self._runs_by_rows(inputs)
+            with torch.autocast(self.model.device.type, enabled=False):
+                rows = self._runs_by_rows(inputs)
             several = len(inputs) > 1
             if several:
                 self.by_rows[kind] = rows
