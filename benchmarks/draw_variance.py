@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import bayesify
-from bayesify import ABNN, BayesAdapter, Method
+from bayesify import ABNN, Method
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.zoo import load_model
 
@@ -24,8 +24,6 @@ FILE = Path(__file__).parent / "results" / "draw_variance.json"
 IMAGES, SEEDS, COUNTS = 300, 24, (2, 6, 12, 24)
 METHODS: dict[str, Method] = {
     "ABNN, noise 0.05": ABNN(members=1, noise=0.05),
-    "ABNN, noise 0.1": ABNN(members=1, noise=0.1),
-    "BayesAdapter": BayesAdapter(),
 }
 
 
