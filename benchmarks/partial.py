@@ -188,7 +188,7 @@ def main() -> None:
             if arguments.costs and name in results["rows"]:
                 spent = cost(made(name, where, method, network), network)
                 results["rows"][name]["cost"] = round(spent, 2)
-            elif name not in results["rows"]:
+            elif not arguments.costs and name not in results["rows"]:
                 results["rows"][name] = measure(name, where, method, network, arguments.fit)
             file.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results["rows"]))
