@@ -2,15 +2,20 @@
 
 import copy
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+
+from bayesify.zoo import CifarResNet
 
 # A shared machine stalls now and then: time limits are pytest's.
 settings.register_profile("bayesify", deadline=None)
@@ -48,6 +53,28 @@ def small_cnn(classes: int = 4) -> nn.Module:
                 layer.weight.uniform_(0.5, 1.5)
                 layer.bias.normal_(0, 0.3)
     return network.eval()
+
+
+def small_resnet() -> nn.Module:
+    torch.manual_seed(3)
+    network = CifarResNet(1)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    return network.eval()
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations done inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

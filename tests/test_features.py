@@ -31,7 +31,7 @@ from bayesify.features import Store
 from bayesify.gradients import Gradients
 from bayesify.training import FitResult
 from bayesify.trunk import Split
-from bayesify.zoo import CifarResNet
+from conftest import small_resnet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:training did not help"),
@@ -71,23 +71,13 @@ class Transformer(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-def resnet() -> nn.Module:
-    torch.manual_seed(3)
-    network = CifarResNet(1)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    return network.eval()
-
-
 def transformer() -> nn.Module:
     torch.manual_seed(3)
     return Transformer().eval()
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any]] = {
-    "resnet": (resnet, (3, 8, 8), ("layer3.", "fc.")),
+    "resnet": (small_resnet, (3, 8, 8), ("layer3.", "fc.")),
     "transformer": (transformer, (6, 4), ("blocks.3.", "norm.", "head.")),
 }
 METHODS: dict[str, Method] = {

@@ -1,5 +1,4 @@
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
 from bayesify.batches import as_inputs
 from bayesify.sampling import MOST_SHAPES, PeakMemory
+from conftest import Counting
 
 aten = torch.ops.aten
 
@@ -121,16 +121,6 @@ def test_some_layers(where: Any) -> None:
     agree(
         bayesify.convert(shaken(Residual()), ABNN(noise=0.3), where=where), torch.randn(2, 3, 8, 8)
     )
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_what_draws_share_runs_once_and_norms_are_folded() -> None:

@@ -207,6 +207,25 @@ def test_gradients_are_those_of_the_papers_loss(
                 torch.testing.assert_close(found, parameter.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("method", [METHOD, BayesAdapter(draws=2), IBNN(draws=4)])
+def test_a_method_knows_its_passes(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader, method: Method
+) -> None:
+    """How often it sees the data, and how often it is judged, unless told."""
+
+    def run(**settings: int) -> bayesify.training.FitResult:
+        bnn = bayesify.convert(trained, method)
+        return bnn.fit(loader, validation=validation, progress=False, **settings)
+
+    usual = run()
+    assert usual.steps == method.epochs * len(loader)
+    # One more, at the end, where steps do not divide evenly.
+    assert method.validations <= len(usual.history) <= method.validations + 1
+    told = run(epochs=2, validations=8)
+    assert told.steps == 2 * len(loader)
+    assert len(told.history) >= 8
+
+
 # Parts of a batch
 
 # Pixels of `stripes` run from 0 to 1 by this mean and standard deviation.

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, Method, trunk
 from bayesify.batches import Inputs, as_inputs
 from bayesify.gradients import Gradients
-from bayesify.zoo import CifarResNet
+from conftest import Counting, small_resnet
 
 aten = torch.ops.aten
 pytestmark = [
@@ -25,25 +24,6 @@ METHODS = {
     "bayes-adapter": BayesAdapter(draws=2, log_std=(-3.0, -3.0), adapt_statistics=False),
     "ibnn": IBNN(components=2, draws=2, adapt_statistics=False),
 }
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def resnet() -> nn.Module:
-    network = CifarResNet(1)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    return network.eval()
 
 
 def step(gradients: Gradients, x: Any) -> tuple[Tensor, Counter[Any]]:
@@ -80,7 +60,9 @@ def both(network: nn.Module, method: Method, where: Any, x: Any, groups: int | N
 @pytest.mark.parametrize("groups", [None, 4, 1])
 def test_gradients_are_the_networks_and_members_share_the_trunk(groups: int | None) -> None:
     x = torch.randn(8, 3, 16, 16)
-    halves, (expected, many), (found, few) = both(resnet(), METHODS["abnn"], "layer3.*", x, groups)
+    halves, (expected, many), (found, few) = both(
+        small_resnet(), METHODS["abnn"], "layer3.*", x, groups
+    )
     assert halves.split(as_inputs(x)) is not None
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
     # Behind the trunk, which ends with the convolutions before the first norms, there is one.
@@ -95,8 +77,8 @@ def test_nothing_goes_backward_through_the_trunk(method: str, groups: int | None
     """With the network itself and behind its trunk: gradients only where they are needed."""
     x = torch.randn(8, 3, 16, 16)
     chosen = METHODS[method]
-    _, (_, itself), (_, halves) = both(resnet(), chosen, "layer3.*", x, groups)
-    _, (_, everywhere), _ = both(resnet(), chosen, None, x, groups)
+    _, (_, itself), (_, halves) = both(small_resnet(), chosen, "layer3.*", x, groups)
+    _, (_, everywhere), _ = both(small_resnet(), chosen, 1.0, x, groups)
     runs = chosen.rounds() * (groups or 1)
     # ABNN: the gradient passes one convolution on its way back to the first random norms, and
     # BayesAdapter trains the weights of three.
@@ -110,7 +92,7 @@ def test_nothing_goes_backward_through_the_trunk(method: str, groups: int | None
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(method: str, groups: int | None) -> None:
     where = "layer3.*" if method == "abnn" else ["layer3.*", "fc.*"]
-    gradients = gradients_of(resnet(), METHODS[method], where, groups)
+    gradients = gradients_of(small_resnet(), METHODS[method], where, groups)
     inputs = as_inputs(torch.randn(8, 3, 16, 16))
     found = gradients.split(inputs)
     assert found is not None
@@ -233,12 +215,12 @@ def test_gradients_are_compared_not_only_outputs() -> None:
 
 
 def test_a_short_trunk_is_not_split_off() -> None:
-    gradients = gradients_of(resnet(), METHODS["abnn"], 1.0)
+    gradients = gradients_of(small_resnet(), METHODS["abnn"], 1.0)
     assert gradients.split(as_inputs(torch.randn(4, 3, 16, 16))) is None
 
 
 def test_other_shapes_have_their_own_split() -> None:
-    gradients = gradients_of(resnet(), METHODS["abnn"], "layer3.*")
+    gradients = gradients_of(small_resnet(), METHODS["abnn"], "layer3.*")
     for side in (8, 16):
         inputs = as_inputs(torch.randn(4, 3, side, side))
         found = gradients.split(inputs)
