@@ -63,6 +63,7 @@ def judge(method: Method, layers: int) -> tuple[float, float]:
         validation=DataLoader(held, batch_size=HELD),
         validations=50,
         keep="last",
+        temper=False,
         progress=False,
     )
     return fitted.nll, mean(loss for _, loss, _ in fitted.history[-5:])

@@ -99,6 +99,7 @@ def fit(
         validation=DataLoader(data(f"train[-{HELD}:]"), batch_size=500),
         validations=validations,
         keep="last",
+        temper=False,
         seed=seed,
         progress=False,
     )

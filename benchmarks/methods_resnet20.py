@@ -88,6 +88,7 @@ def main() -> None:
         epochs=arguments.epochs,
         augment=None if arguments.augment == "none" else arguments.augment,
         keep=arguments.keep,
+        temper=False,
         seed=seed,
         normalisation=CIFAR10_NORMALISATION,
         checkpoint=arguments.checkpoint,

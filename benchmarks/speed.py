@@ -263,7 +263,9 @@ def fit(examples: int = 2048, epochs: int = 4) -> dict[str, Any]:
         for title, where, members, cache in rows:
             method = ABNN(members=members, draws=4 * members)
             bnn = bayesify.convert(build("resnet20"), method, where=where, example=images[:1])
-            settings: dict[str, Any] = {"validations": 1, "progress": False, "cache": cache}
+            settings: dict[str, Any] = {
+                "validations": 1, "temper": False, "progress": False, "cache": cache
+            }  # fmt: skip
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", bayesify.BayesifyWarning)  # random labels
                 started = time.perf_counter()

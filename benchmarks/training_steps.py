@@ -1,9 +1,10 @@
 """What a training step of each method costs, as a multiple of a plain one of the same network.
 
-    python benchmarks/training_steps.py [--repeats 9]
+    python benchmarks/training_steps.py [NETWORK ...] [--repeats 9]
 
 Steps of `fit` and plain steps (SGD on all weights, in training mode) run in turns on the same
-random batch; the ratio is that of the medians. Writes benchmarks/results/training_steps.json.
+random batch; the ratio is that of the medians. Networks are resnet20, resnet18 and vit-tiny, all
+unless told. Writes benchmarks/results/training_steps.json, network by network.
 Needs timm for ViT-tiny and torchvision for ResNet-18 (32 px stem: 3 x 3 convolution, no pooling).
 """
 
@@ -45,10 +46,10 @@ def vit_tiny() -> nn.Module:
     return network
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
-    "ResNet-20, 32 px, batch 64": (lambda: CifarResNet(3), 64, 32),
-    "ResNet-18, 32 px, batch 16": (resnet18, 16, 32),
-    "ViT-tiny, 224 px, batch 16": (vit_tiny, 16, 224),
+NETWORKS: dict[str, tuple[str, Callable[[], nn.Module], int, int]] = {
+    "resnet20": ("ResNet-20, 32 px, batch 64", lambda: CifarResNet(3), 64, 32),
+    "resnet18": ("ResNet-18, 32 px, batch 16", resnet18, 16, 32),
+    "vit-tiny": ("ViT-tiny, 224 px, batch 16", vit_tiny, 16, 224),
 }
 
 
@@ -75,6 +76,7 @@ def bayesian_steps(
             [(x, y)] * STEPS,
             validation=[(x[:2], y[:2])],
             validations=1,
+            temper=False,
             progress=False,
             groups=groups,
         )
@@ -97,8 +99,10 @@ def plain_steps(network: nn.Module, x: Tensor, y: Tensor) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", default=[])
     parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
+    asked = parser.parse_args()
+    repeats = asked.repeats
     methods: dict[str, tuple[Method, int | None, int]] = {
         "ABNN, one member": (ABNN(members=1), None, 1),
         "BayesAdapter, default choice": (BayesAdapter(), None, 1),
@@ -107,9 +111,9 @@ def main() -> None:
         "iBNN, one draw": (IBNN(samples=1), None, 1),
         "iBNN, two draws": (IBNN(samples=2), None, 2),
     }
-    command = f"python benchmarks/training_steps.py --repeats {repeats}"
-    results: dict[str, Any] = {"command": command, "threads": torch.get_num_threads()}
-    for title, (build, batch, pixels) in NETWORKS.items():
+    results: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for network_name in asked.networks or NETWORKS:
+        title, build, batch, pixels = NETWORKS[network_name]
         torch.manual_seed(0)
         network = build().eval()
         x, y = torch.randn(batch, 3, pixels, pixels), torch.randint(0, 10, (batch,))
@@ -130,9 +134,12 @@ def main() -> None:
                 "quartiles": [value / plain for value in (quartiles[0], quartiles[2])],
             }
             print(f"{title}: {name}: {rows[name]['ratio']:.2f} x", flush=True)
-        results[title] = rows
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text(json.dumps(results, indent=2) + "\n")
+        results[title] = {
+            "command": f"python benchmarks/training_steps.py {network_name} --repeats {repeats}",
+            "threads": torch.get_num_threads(),
+            "steps": rows,
+        }
+        FILE.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

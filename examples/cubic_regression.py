@@ -72,6 +72,7 @@ def run(method: Method, layers: int, width: int, steps: int, seed: int) -> dict[
         validation=DataLoader(data, batch_size=POINTS),
         validations=1,
         keep="last",  # where the method ends, not where it fitted best on the way
+        temper=False,
         seed=seed,
         progress=False,
     )

@@ -18,6 +18,7 @@ from architectures import Recurrent
 from bayesify import (
     ABNN,
     IBNN,
+    MAP,
     BayesAdapter,
     BayesifyWarning,
     CorruptFileError,
@@ -27,6 +28,7 @@ from bayesify import (
     NonFiniteError,
     SettingError,
 )
+from bayesify.posterior import key
 from bayesify.validation import collect, hold_out, seeded
 from conftest import small_cnn
 
@@ -35,6 +37,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:training did not help"),
     pytest.mark.filterwarnings("ignore:.*performance drop"),  # torch, of kernels under vmap
 ]
+
+
+class Times(nn.Module):
+    """Multiplies."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
 METHOD = ABNN(members=2, draws=12, noise=0.03, lr=0.01, favoured_weight=1.2)
 
 
@@ -126,6 +141,44 @@ def test_learning_rate_too_high_keeps_the_untrained_state(
     assert same(before, values(bnn))
 
 
+def test_fit_ends_with_the_temperature_that_held_out_data_asks_for(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader
+) -> None:
+    sure = nn.Sequential(trained, Times(5.0)).eval()
+
+    def fitted(method: Method, data: DataLoader | None, **settings: bool) -> tuple[float, float]:
+        bnn = bayesify.convert(sure, method)
+        result = bnn.fit(loader, validation=data, progress=False, **settings)
+        assert result.temperature == bnn.temperature
+        if data is None:
+            return result.temperature, math.nan
+        seed = key("judge", 0)
+        nll, _ = bnn.judge(collect(data, 0).batches, draws=method.draws, seed=seed)
+        return result.temperature, nll
+
+    as_it_is, loss = fitted(METHOD, validation, temper=False)
+    softened, lower = fitted(METHOD, validation)
+    assert as_it_is == 1
+    assert softened > 2
+    assert lower < loss - 0.05
+    assert fitted(METHOD, None)[0] > 1.5, "images under strong augmentation can tell"
+    assert fitted(MAP(), validation)[0] == 1, "the network as it is"
+
+
+def test_training_data_as_they_are_choose_no_temperature() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2), Times(9.0)).eval()
+    x = torch.randn(40, 4)
+    data = DataLoader(TensorDataset(x, torch.randint(0, 2, (40,))), batch_size=10)
+    bnn = bayesify.convert(network, ABNN(members=1, draws=4))
+    with pytest.warns(BayesifyWarning, match="not images that could be augmented"):
+        result = bnn.fit(data, progress=False)
+    assert (result.temperature, bnn.temperature) == (1, 1)
+    assert "temperature" not in str(result)
+    assert bnn.fit(data, validation=data, progress=False).temperature > 2
+    assert "at a temperature of" in str(bnn.fit(data, validation=data, progress=False))
+
+
 def test_noise_that_ruins_keeps_the_network(
     trained: nn.Module, loader: DataLoader, validation: DataLoader
 ) -> None:
@@ -135,7 +188,8 @@ def test_noise_that_ruins_keeps_the_network(
     assert result.kept == "network"
     assert bnn.noise == 0
     x = next(iter(loader))[0]
-    torch.testing.assert_close(bnn.predict(x, draws=1).probs, trained(x).softmax(1))
+    tempered = (trained(x) / result.temperature).softmax(1)
+    torch.testing.assert_close(bnn.predict(x, draws=1).probs, tempered)
 
 
 def test_loss_that_explodes_is_an_error_and_loses_nothing(

@@ -74,15 +74,30 @@ class Search:
         before = self.model.noise
         self.model.estimate_noise(self.batches)
         try:
-            quiet = self._try(0.0, everything=True)
-            self.coldest = min(1.0, quiet.temperature)
-            noisy = quiet
+            quiet = noisy = self._quiet()
             if self.model.posterior.varies():
                 noisy = self._try(self._search(before), everything=True)
         finally:
             self.model.noise = before
         best = min(quiet, noisy, key=lambda trial: trial.nll)
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
+
+    def temper(self) -> Calibration:
+        """Chooses the temperature alone, at the noise that the model has."""
+        noise = self.model.noise
+        try:
+            best = self._quiet()
+            if noise and self.model.posterior.varies():
+                best = self._try(noise, everything=True)
+        finally:
+            self.model.noise = noise
+        return Calibration(noise, best.temperature, best.nll, self.evaluations)
+
+    def _quiet(self) -> _Trial:
+        """No noise, which also says how low the temperature may go with it."""
+        quiet = self._try(0.0, everything=True)
+        self.coldest = min(1.0, quiet.temperature)
+        return quiet
 
     def _search(self, start: float) -> float:
         start = start or self.model.method.noise or 0.1

@@ -224,6 +224,7 @@ class BayesianModel(nn.Module):
         accumulate: int = 1,
         validations: int | None = None,
         keep: str = "best",
+        temper: bool = True,
         normalisation: Normalisation | None = None,
         cache: bool | str | Path = True,
         cache_bytes: int = CACHE_BYTES,
@@ -253,6 +254,8 @@ class BayesianModel(nn.Module):
                 statistics adapt, each part has its own, and the result is another.
             validations: How often held-out data is looked at, by default the method's own number.
             keep: "best", or "last": the state when training is over, whatever held-out data says.
+            temper: Whether the temperature is chosen at the end, by the same held-out data, if
+                they can tell: data of `validation`, or images under strong augmentation.
             normalisation: Mean and standard deviation of each channel by which images were
                 normalised, for methods that add noise in pixel units.
             cache: Whether, where only late layers train for several epochs and inputs stay as they
@@ -290,6 +293,7 @@ class BayesianModel(nn.Module):
             accumulate=accumulate,
             validations=self.method.validations if validations is None else validations,
             keep=keep,
+            temper=temper,
             cache=cache,
             cache_bytes=cache_bytes,
         ).run()

@@ -20,7 +20,7 @@ from bayesify.sites import Site
 
 Draws = dict[str, Tensor]
 
-POOL = 1 << 22
+POOL = 1 << 20
 KEPT_BYTES = 1 << 24  # of noise, from one prediction to the next
 
 

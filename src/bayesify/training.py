@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
+from bayesify.calibration import Search
 from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingError
 from bayesify.features import Features, NoFeaturesError
 from bayesify.files import matches, read_tensors, write_tensors
@@ -45,6 +46,8 @@ class FitResult:
         nll: Held-out NLL of the state kept.
         groups: How many draws a training batch had; None if every example had its own.
         history: (step, training loss, held-out NLL), at each validation.
+        temperature: What logits are divided by from now on.
+        tempered_nll: Held-out NLL of the state kept, with that.
         cache: How much was kept of the trunk's outputs, or why they were not.
     """
 
@@ -56,6 +59,8 @@ class FitResult:
     nll: float
     groups: int | None
     history: list[tuple[int, float, float]] = field(repr=False)
+    temperature: float = 1.0
+    tempered_nll: float = math.nan
     cache: str = field(default="", repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -63,8 +68,13 @@ class FitResult:
         return (
             f"{trained if self.steps else 'no training steps'}; held-out NLL: the network "
             f"{self.network_nll:.4f}, untrained {self.untrained_nll:.4f}, kept {self.nll:.4f} "
-            f"({self.kept})"
+            f"({self.kept}){self._tempered()}"
         )
+
+    def _tempered(self) -> str:
+        if math.isnan(self.tempered_nll):
+            return ""
+        return f", {self.tempered_nll:.4f} at a temperature of {self.temperature:.3g}"
 
 
 @dataclass
@@ -106,6 +116,7 @@ class Fit:
         accumulate: int,
         validations: int,
         keep: str = "best",
+        temper: bool = True,
         cache: bool | str | Path = True,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
@@ -137,6 +148,10 @@ class Fit:
             self.loader, self.held = hold_out(loader, seed)
         else:
             self.loader, self.held = loader, collect(validation, seed)
+        # Training data as they are would always ask for more confidence.
+        telling = validation is not None or self.held.augmented
+        self.temper = temper and self.method.tempers and telling
+        self.tempered_nll = math.nan
         self.epochs = epochs
         self.steps_an_epoch = _steps(self.loader, num_examples)
         self.steps = epochs * self.steps_an_epoch
@@ -178,6 +193,8 @@ class Fit:
             self.at.nll,
             self.gradients.groups,
             history,
+            model.temperature,
+            self.tempered_nll,
             self.cached,
         )
 
@@ -200,6 +217,8 @@ class Fit:
         if self.method.solves and not self.at.solved:
             self._solve()
         self._save()
+        if self.temper:
+            self._choose_temperature()
 
     @contextlib.contextmanager
     def _features(self) -> Iterator[None]:
@@ -267,6 +286,13 @@ class Fit:
         if self.optimizer is None and at.kept != "solved":
             at.kept, at.best_noise, self.best = "network", 0.0, self._snapshot()
         at.solved = True
+
+    def _choose_temperature(self) -> None:
+        """The temperature that held-out data asks for, of the state that is kept."""
+        self._restore_best()
+        search = Search(self.model, self.held.batches, self.method.draws, key("judge", self.seed))
+        found = search.temper()
+        self.at.best_temperature, self.tempered_nll = found.temperature, found.nll
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches, once."""

@@ -1,17 +1,14 @@
 """The network itself, as it is and with its confidence corrected: what every method must beat."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from bayesify.methods.method import Method
 from bayesify.posterior import Fixed, Posterior
 from bayesify.sites import Site, Skipped
-
-if TYPE_CHECKING:
-    from bayesify.model import BayesianModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +22,8 @@ class MAP(Method):
 
     noise: float = 0.0
     draws: int = 1
+
+    tempers: ClassVar[bool] = False
 
     def find(self, network: nn.Module) -> tuple[list[Site], list[Skipped]]:  # noqa: ARG002
         """Nothing."""
@@ -44,13 +43,4 @@ class Temperature(MAP):
     it is given.
     """
 
-    solves: ClassVar[bool] = True
-
-    def solve(
-        self,
-        model: "BayesianModel",
-        data: Iterable[Any],  # noqa: ARG002
-        held: Iterable[Any],
-    ) -> None:
-        """Sets the temperature with the lowest held-out NLL."""
-        model.calibrate(held)
+    tempers: ClassVar[bool] = True
