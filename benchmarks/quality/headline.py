@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import bayesify
 from bayesify import MAP, BayesianModel, Method
 from bayesify.data import CIFAR10_NORMALISATION
+from bayesify.mixing import remove_checkpoint
 from bayesify.zoo import load_model
 from benchmarks.quality.labels import batches, images, test_data, training_batches
 from benchmarks.quality.measures import detection, quality
@@ -75,7 +76,7 @@ def fit_or_load(
         "made_from": made_from,
     }
     write_json(facts, found)
-    checkpoint.unlink(missing_ok=True)
+    remove_checkpoint(checkpoint)
     return bnn, found
 
 

@@ -29,6 +29,7 @@ from bayesify.methods import (
     MCDropout,
     MeanFieldVI,
     Method,
+    Mixture,
     Temperature,
     TestTimeAugmentation,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "MeanFieldVI",
     "Method",
     "MissingExtraError",
+    "Mixture",
     "Multilabel",
     "NonFiniteError",
     "NothingToRandomiseError",

@@ -264,6 +264,7 @@ def fit(
     A run that was killed goes on where it was if you run the same command again.
     """
     from bayesify.io import require_free
+    from bayesify.mixing import remove_checkpoint
     from bayesify.model import convert
     from bayesify.zoo import load_model, usual_normalisation
 
@@ -320,7 +321,7 @@ def fit(
             f"held-out NLL {found.nll:.4f}"
         )
     bnn.save(output)
-    kept.unlink(missing_ok=True)
+    remove_checkpoint(kept)
     extra = f" --normalise '{normalise}'" if normalise else ""
     typer.echo(f"saved to {output}; judge it with: bayesify evaluate {output} {model} DATA{extra}")
 

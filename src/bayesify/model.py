@@ -16,9 +16,10 @@ from bayesify.choice import Choice
 from bayesify.errors import DataError, SettingError, WrongNetworkError
 from bayesify.files import fingerprint
 from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
-from bayesify.methods import Method
+from bayesify.methods import Method, Mixture
 from bayesify.outliers import Normalisation, Outliers
 from bayesify.plan import plan
+from bayesify.posterior import Posterior
 from bayesify.prediction import Prediction
 from bayesify.sampling import STRATEGIES, Runner, private_copy
 from bayesify.sites import Site, Where, find_statistics, named_tensors
@@ -47,7 +48,7 @@ def convert(
         likelihood: "classification", "binary", "multilabel", "regression", or a `Likelihood`.
         where: Which sites: a glob or globs over tensor names, the number of last sites, a
             fraction of them ("*" is all), or a predicate on the name. By default the method's own
-            fraction, the last two thirds for ABNN and all for others. "auto" chooses by held-out
+            fraction, the last half for ABNN and all for others. "auto" chooses by held-out
             likelihood how many of the last layers, the fewest that do: see `bayesify.choosing`. It
             chooses sites and nothing else: fit and calibrate as ever. `BayesianModel.choice` says
             what it tried.
@@ -111,6 +112,7 @@ class BayesianModel(nn.Module):
         sites: What is random.
         likelihood: What the output means.
         shares_trunk: Whether layers stand before the first random one.
+        posterior: The distribution, if it is there already; otherwise the method makes it.
 
     Attributes:
         choice: What `where="auto"` tried, if it chose the sites.
@@ -126,6 +128,7 @@ class BayesianModel(nn.Module):
         likelihood: Likelihood,
         *,
         shares_trunk: bool = False,
+        posterior: Posterior | None = None,
     ) -> None:
         super().__init__()
         # Not a submodule: its tensors are neither parameters nor state of this module.
@@ -133,9 +136,11 @@ class BayesianModel(nn.Module):
         self.method = method
         self.sites = tuple(sites)
         self.likelihood = likelihood
-        self.posterior = method.posterior(sites, named_tensors(network))
-        if method.adapts_statistics:
-            self.posterior.adopt_statistics(find_statistics(network, sites))
+        if posterior is None:
+            posterior = method.posterior(sites, named_tensors(network))
+            if method.adapts_statistics:
+                posterior.adopt_statistics(find_statistics(network, sites))
+        self.posterior = posterior
         if isinstance(likelihood, Regression):
             likelihood.to(next(network.parameters()))
         self.temperature = 1.0
@@ -267,11 +272,32 @@ class BayesianModel(nn.Module):
             DataError: If the data cannot be used.
             NonFiniteError: If the loss stops being finite; the best state so far is kept.
         """
+        settings: dict[str, Any] = {
+            "validation": validation,
+            "augment": augment,
+            "num_examples": num_examples,
+            "checkpoint": checkpoint,
+            "checkpoint_seconds": checkpoint_seconds,
+            "seed": seed,
+            "progress": progress,
+            "precision": precision,
+            "groups": groups,
+            "accumulate": accumulate,
+            "keep": keep,
+            "temper": temper,
+            "cache": cache,
+            "cache_bytes": cache_bytes,
+        }
         if ood is not None and not self.method.takes_ood:
             raise SettingError(
                 f"{type(self.method).__name__} does not train on OOD data: drop ood=."
             )
         self._require_unchanged()
+        if isinstance(self.method, Mixture):
+            from bayesify.mixing import fit_mixture
+
+            settings |= {"epochs": epochs, "validations": validations}
+            return fit_mixture(self, loader, normalisation=normalisation, **settings)
         radius = self.method.noise_radius()
         outliers = None
         if ood is not None or radius:
@@ -280,22 +306,9 @@ class BayesianModel(nn.Module):
             self,
             loader,
             epochs=self.method.epochs if epochs is None else epochs,
-            validation=validation,
-            augment=augment,
-            outliers=outliers,
-            num_examples=num_examples,
-            checkpoint=checkpoint,
-            checkpoint_seconds=checkpoint_seconds,
-            seed=seed,
-            progress=progress,
-            precision=precision,
-            groups=groups,
-            accumulate=accumulate,
             validations=self.method.validations if validations is None else validations,
-            keep=keep,
-            temper=temper,
-            cache=cache,
-            cache_bytes=cache_bytes,
+            outliers=outliers,
+            **settings,
         ).run()
 
     def calibrate(

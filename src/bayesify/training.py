@@ -49,6 +49,7 @@ class FitResult:
         temperature: What logits are divided by from now on.
         tempered_nll: Held-out NLL of the state kept, with that.
         cache: How much was kept of the trunk's outputs, or why they were not.
+        parts: What the fits of a mixture's parts did, which then have groups, history and cache.
     """
 
     steps: int
@@ -62,8 +63,12 @@ class FitResult:
     temperature: float = 1.0
     tempered_nll: float = math.nan
     cache: str = field(default="", repr=False, compare=False)
+    parts: tuple["FitResult", ...] = ()
 
     def __str__(self) -> str:
+        if self.parts:
+            together = f"together: held-out NLL {self.nll:.4f}{self._tempered()}"
+            return "\n".join([*map(str, self.parts), together])
         trained = f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)})"
         return (
             f"{trained if self.steps else 'no training steps'}; held-out NLL: the network "

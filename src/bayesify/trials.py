@@ -28,6 +28,7 @@ from bayesify.identity import digest, identify_files, identify_function
 from bayesify.io import load, require_free, save
 from bayesify.likelihood import Likelihood
 from bayesify.methods import MAP, Method, method_name
+from bayesify.mixing import remove_checkpoint
 from bayesify.model import BayesianModel, convert
 from bayesify.outliers import Normalisation
 from bayesify.posterior import key
@@ -244,7 +245,7 @@ class Trials:
             "files": identify_files(folder),
         }
         write_json(self.cache / f"fit-{made_from}.json", record)
-        checkpoint.unlink(missing_ok=True)
+        remove_checkpoint(checkpoint)
         return bnn, record
 
     def _is_ready(self, method: Method) -> bool:

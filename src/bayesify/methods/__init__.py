@@ -13,6 +13,7 @@ from bayesify.methods.ibnn import IBNN
 from bayesify.methods.laplace import Laplace
 from bayesify.methods.mean_field_vi import MeanFieldVI
 from bayesify.methods.method import Method
+from bayesify.methods.mixture import Mixture
 from bayesify.methods.network import MAP, Temperature
 from bayesify.methods.swag import SWAG
 
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
     "abnn": ABNN,
     "bayes-adapter": BayesAdapter,
     "ibnn": IBNN,
+    "mixture": Mixture,
     "map": MAP,
     "temperature": Temperature,
     "mean-field-vi": MeanFieldVI,
@@ -42,6 +44,7 @@ __all__ = [
     "MCDropout",
     "MeanFieldVI",
     "Method",
+    "Mixture",
     "Temperature",
     "TestTimeAugmentation",
     "make_method",

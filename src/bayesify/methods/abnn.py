@@ -32,7 +32,7 @@ from bayesify.sites import Site, Skipped, find_norms, require_sites
 
 @dataclass(frozen=True, kw_only=True)
 class ABNN(Method):
-    """Random scales in normalisation layers: the last two thirds of them, unless `where` is given.
+    """Random scales in normalisation layers: the last half of them, unless `where` is given.
 
     Args:
         members: M, how many sets of scales and shifts are trained from the checkpoint.
@@ -55,7 +55,7 @@ class ABNN(Method):
     weight_decay: float = 5e-4
 
     # The first third makes a prediction half as dear again and wins nothing: see docs/speed.md.
-    share: ClassVar[float] = 2 / 3
+    share: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:
         self.check_count("members")
