@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bayesify import ABNN, IBNN, MAP, BayesAdapter, MCDropout, Method, Temperature
+from bayesify import ABNN, IBNN, MAP, BayesAdapter, MCDropout, Method, Mixture, Temperature
 
 # Of every method, on both networks. No validation data: `fit` sees training images alone.
 FIT: dict[str, Any] = {"augment": "crop-flip", "precision": "bf16"}
@@ -15,6 +15,7 @@ METHODS: dict[str, Method] = {
     "ABNN": ABNN(),
     "BayesAdapter": BayesAdapter(),
     "iBNN": IBNN(),
+    "Mixture": Mixture(),
     "MCDropout": MCDropout(),
 }
 

@@ -95,8 +95,9 @@ MethodName = Annotated[
     str,
     typer.Option(
         "--method",
-        help="What becomes random: abnn, bayes-adapter, ibnn; or a baseline: map, temperature, "
-        "mc-dropout, deep-ensemble, swag, laplace, test-time-augmentation, mean-field-vi.",
+        help="What becomes random: abnn, bayes-adapter, ibnn, mixture; or a baseline: map, "
+        "temperature, mc-dropout, deep-ensemble, swag, laplace, test-time-augmentation, "
+        "mean-field-vi.",
     ),
 ]
 Settings = Annotated[
