@@ -194,6 +194,7 @@ def test_a_fit_that_was_stopped_in_its_second_part_goes_on(
 
 def test_parts_may_make_the_same_tensors_random(trained: nn.Module, images: Tensor) -> None:
     bnn = bayesify.convert(trained, Mixture(parts=[ABNN(noise=0.2), ADAPTER], draws=6))
+    assert [part.noise for part in parts(bnn).members()] == [0.2, 1.0]
     norm = "1.weight"
     both = [site for site in bnn.sites if site.name == norm]
     assert len(both) == 2

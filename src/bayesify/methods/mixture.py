@@ -139,7 +139,7 @@ class Parts(Posterior):
         self._adapt = tuple(adapt)
         self._tensors = tensors
         # Of each part at a factor of 1: what its method says, or what its fit left.
-        own = torch.tensor([part.noise for part in parts])
+        own = torch.tensor([part.noise for part in parts], dtype=torch.float64)
         self.strengths = NamedTensors({"noise": own}, trainable=False)
         self.noise = noise
         self._keep_originals()
