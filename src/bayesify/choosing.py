@@ -27,7 +27,7 @@ from bayesify.operations import count_operations
 from bayesify.posterior import key
 from bayesify.validation import HeldOut, collect, hold_out
 
-SHARES: tuple[float, ...] = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sites, the last ones; at least one layer
+SHARES: tuple[float, ...] = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)  # the last ones; at least a layer
 FEWEST = 4  # examples: two that judge have a standard error
 
 

@@ -216,7 +216,7 @@ def test_all_strategies_say_the_same(fitted: BayesianModel, images: Tensor, stra
 def test_architectures(architecture: Architecture) -> None:
     torch.manual_seed(0)
     network, x = architecture.build().eval(), architecture.example()
-    bnn = bayesify.convert(network, Mixture(draws=8), likelihood=architecture.likelihood)
+    bnn = bayesify.convert(network, Mixture(draws=12), likelihood=architecture.likelihood)
     found = bnn.predict(x)
     assert found.uncertainty.isfinite().all()
     assert bool((found.epistemic > 0).any())
@@ -232,7 +232,7 @@ def test_architectures(architecture: Architecture) -> None:
         ({"parts": [ADAPTER, 3]}, "has 3"),
         ({"parts": [ADAPTER, Mixture()]}, "neither a method"),
         ({"parts": ["abnn", "nonsense"]}, "'nonsense' is not known"),
-        ({"draws": 12}, "not a multiple of the 8"),
+        ({"draws": 8}, "not a multiple of the 12"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -254,4 +254,4 @@ def test_parts_that_get_in_each_others_way_are_refused(trained: nn.Module) -> No
 def test_settings_go_into_json_and_come_back() -> None:
     stored = json.loads(json.dumps(METHOD.to_dict()))
     assert make_method("mixture", stored) == METHOD
-    assert make_method("mixture", {"parts": ["bayes-adapter", "ibnn"]}) == Mixture()
+    assert make_method("mixture", {"parts": ["bayes-adapter", "ibnn"]}).parts == Mixture().parts[1:]

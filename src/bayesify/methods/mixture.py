@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.errors import SettingError, UnknownSiteError
+from bayesify.methods.abnn import ABNN
 from bayesify.methods.bayes_adapter import BayesAdapter
 from bayesify.methods.ibnn import IBNN
 from bayesify.methods.method import Method
@@ -34,13 +35,13 @@ class Mixture(Method):
         draws: Draws of a prediction, over all parts and their components.
 
     Example:
-        >>> Mixture().components  # of BayesAdapter as often as of iBNN, which has four
-        8
+        >>> Mixture().components  # as often of BayesAdapter as of iBNN, which has four
+        12
         >>> Mixture(parts=["abnn", "mc-dropout"], draws=12).parts[0].components
         3
     """
 
-    parts: Sequence[Method] = (BayesAdapter(), IBNN())
+    parts: Sequence[Method] = (ABNN(members=2), BayesAdapter(), IBNN())
     noise: float = 1.0
     draws: int = 24
 
