@@ -20,7 +20,7 @@ DRAWS, TOLERANCE = 24, 0.05
 
 @pytest.fixture
 def bnn(trained: nn.Module) -> BayesianModel:
-    model = bayesify.convert(trained, ABNN(noise=0.05))
+    model = bayesify.convert(trained, ABNN(noise=0.05), where="*")
     model.temperature = 0.25  # sure of some and unsure of others, as large networks are
     return model
 

@@ -187,7 +187,8 @@ def test_operating_system_errors_are_one_line_too(fitted: Path) -> None:
 
 
 def test_plan_shows_sites_totals_and_what_is_skipped(home: Path) -> None:
-    result = call("plan", "net.py:build", "--set", "members=2", "--set", "draws=4")
+    settings = ("--set", "members=2", "--set", "draws=4", "--where", "*")
+    result = call("plan", "net.py:build", *settings)
     assert result.exit_code == 0
     assert "members=2" in result.output
     for text in ("1.weight", "LayerNorm", "32 a draw", "128 parameters", "skipped 4 (LayerNorm)"):

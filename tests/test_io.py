@@ -28,7 +28,7 @@ from conftest import small_cnn
 
 @pytest.fixture
 def bnn(cnn: nn.Module) -> bayesify.BayesianModel:
-    model = bayesify.convert(cnn, ABNN(members=2, draws=4, noise=0.2))
+    model = bayesify.convert(cnn, ABNN(members=2, draws=4, noise=0.2), where="*")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

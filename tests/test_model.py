@@ -40,7 +40,7 @@ def test_nothing_done_to_the_bnn_reaches_the_original(
 
 
 def test_state_holds_the_posterior_only(cnn: nn.Module) -> None:
-    bnn = bayesify.convert(cnn, ABNN(members=2, draws=4))
+    bnn = bayesify.convert(cnn, ABNN(members=2, draws=4), where="*")
     assert set(bnn.state_dict()) == {
         f"posterior.values.{name}" for name in ("1/weight", "1/bias", "4/weight", "4/bias")
     }

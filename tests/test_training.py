@@ -755,9 +755,9 @@ def test_a_damaged_checkpoint_is_an_error(
 def test_the_last_state_is_kept_if_asked_for(
     trained: nn.Module, loader: DataLoader, validation: DataLoader
 ) -> None:
-    ruinous = bayesify.convert(trained, ABNN(members=2, draws=12, noise=0.03, lr=3.0))
+    ruinous = bayesify.convert(trained, ABNN(members=2, draws=12, noise=0.03, lr=3.0), where="*")
     best = ruinous.fit(loader, validation=validation, progress=False)
-    ruinous = bayesify.convert(trained, ABNN(members=2, draws=12, noise=0.03, lr=3.0))
+    ruinous = bayesify.convert(trained, ABNN(members=2, draws=12, noise=0.03, lr=3.0), where="*")
     last = ruinous.fit(loader, validation=validation, progress=False, keep="last")
     assert last.kept == f"step {last.steps}"
     assert last.nll == last.history[-1][2] > best.nll

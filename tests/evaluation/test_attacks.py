@@ -295,7 +295,7 @@ def test_transfer_from_a_plain_network(trained: nn.Module, stripes: tuple[Tensor
     x, target = stripes[0][450:], stripes[1][450:]
     low, high = x.min().item(), x.max().item()
     normalisation = ([-low / (high - low)], [1 / (high - low)])
-    bnn = bayesify.convert(trained, ABNN(noise=0.3, draws=9))
+    bnn = bayesify.convert(trained, ABNN(noise=0.3, draws=9), where="*")
     clean = losses(bnn, x, target).mean()
     settings = {"radius": 0.02, "normalisation": normalisation, "steps": 10}
     transferred = losses(bnn, pgd(trained, x, target, **settings), target).mean()

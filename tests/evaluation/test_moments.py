@@ -33,7 +33,7 @@ def test_a_mean_field_has_its_own_moments(cnn: nn.Module) -> None:
 
 
 def test_members_vary_within_and_between(cnn: nn.Module) -> None:
-    bnn = convert(cnn, ABNN(members=2, draws=2, noise=0.1))
+    bnn = convert(cnn, ABNN(members=2, draws=2, noise=0.1), where="*")
     values = bnn.posterior.values
     with torch.no_grad():
         values["1.weight"].copy_(torch.tensor([[1.0], [3.0]]).expand(2, 6))
@@ -77,7 +77,7 @@ def test_one_network_has_no_moments(cnn: nn.Module) -> None:
     with pytest.raises(UnknownSiteError, match="MAP makes no tensor of the network random"):
         moments(convert(cnn, MAP()))
     with pytest.raises(UnknownSiteError, match=r"no site matches 'conv9'.*1\.weight"):
-        moments(convert(cnn, ABNN()), "conv9")
+        moments(convert(cnn, ABNN(), where="*"), "conv9")
     with pytest.raises(SettingError, match="draws=1 must be a whole number, 2 or more"):
         moments(convert(cnn, ABNN()), draws=1)
 

@@ -368,6 +368,7 @@ def test_training_on_outliers_raises_their_information(
         normalisation=NORMALISATION,
         groups=groups,
         keep="last",
+        temper=False,
         progress=False,
     )
     after = bnn.predict(strange).epistemic.mean()

@@ -239,7 +239,7 @@ def test_fit_trains_weights_slowly_and_they_come_back(
 ) -> None:
     method = IBNN(lr=1e-3, latent_lr=0.1)
     bnn = bayesify.convert(trained, method)
-    result = bnn.fit(loader, epochs=4, validation=validation, progress=False)
+    result = bnn.fit(loader, epochs=4, validation=validation, temper=False, progress=False)
     assert result.kept.startswith("step")
     assert result.nll < result.network_nll
     original = trained.state_dict()
