@@ -25,6 +25,7 @@ from bayesify import (
 from bayesify.methods import make_method
 from bayesify.methods.mixture import Parts
 from bayesify.mixing import remove_checkpoint
+from bayesify.posterior import Latent, MeanField
 from bayesify.validation import collect
 
 # A few steps on little data may not help, and then the network itself is kept.
@@ -88,16 +89,18 @@ def test_draws_take_turns_over_parts_and_their_components(fitted: BayesianModel)
     draws = fitted.posterior.draws(0, range(8))
     weight, gate = draws["0.weight"], draws["0.input_scale"]
     adapter, inputs = parts(fitted).members()
+    assert isinstance(adapter, MeanField)
+    assert isinstance(inputs, Latent)
     for index in range(8):
         if index % 2:
             assert torch.equal(weight[index], inputs.shared()["0.weight"])
             component = index // 2 % 2
-            mean, std = inputs.mean["0.input_scale"], inputs.rho["0.input_scale"]  # type: ignore[operator, index]
+            mean, std = inputs.mean["0.input_scale"], inputs.rho["0.input_scale"]
             distance = (gate[index] - mean[component]).abs()
             assert (distance < 5 * nn.functional.softplus(std[component])).all()
         else:
             assert torch.equal(gate[index], torch.ones_like(gate[index]))
-            assert not torch.equal(weight[index], adapter.mean["0.weight"])  # type: ignore[operator, index]
+            assert not torch.equal(weight[index], adapter.mean["0.weight"])
     for odd in (0, 1):
         running = draws["1.running_mean"][odd::2]
         own = (adapter, inputs)[odd].statistics["1.running_mean"]
@@ -228,7 +231,9 @@ def test_architectures(architecture: Architecture) -> None:
     ("settings", "message"),
     [
         ({"parts": [ADAPTER]}, "two parts or more"),
-        ({"parts": "abnn"}, "must be a list"),
+        ({"parts": "abnn"}, "two parts or more"),
+        ({"parts": 3}, "must be a list"),
+        ({"parts": '["abnn", "ibnn"]'}, "is not known. The methods are"),
         ({"parts": [ADAPTER, 3]}, "has 3"),
         ({"parts": [ADAPTER, Mixture()]}, "neither a method"),
         ({"parts": ["abnn", "nonsense"]}, "'nonsense' is not known"),
@@ -254,4 +259,5 @@ def test_parts_that_get_in_each_others_way_are_refused(trained: nn.Module) -> No
 def test_settings_go_into_json_and_come_back() -> None:
     stored = json.loads(json.dumps(METHOD.to_dict()))
     assert make_method("mixture", stored) == METHOD
-    assert make_method("mixture", {"parts": ["bayes-adapter", "ibnn"]}).parts == Mixture().parts[1:]
+    for parts in (["bayes-adapter", "ibnn"], "bayes-adapter, ibnn"):
+        assert make_method("mixture", {"parts": parts}).parts == Mixture().parts[1:]

@@ -54,7 +54,7 @@ class ABNN(Method):
     lr: float = 3e-3
     weight_decay: float = 5e-4
 
-    # The first third makes a prediction half as dear again and wins nothing: see docs/speed.md.
+    # The first half makes a prediction nearly twice as dear and wins nothing: see docs/speed.md.
     share: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:

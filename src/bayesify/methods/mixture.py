@@ -2,9 +2,10 @@ r"""A mixture of methods: each makes the network Bayesian in its own way, and al
 
 $$p(y | x) = \frac{1}{P} \sum_p \mathbb{E}_{w \sim q_p}[p(y | x, w)]$$
 
-The parts are fitted one after another, each as it would be alone. What ensembles win, they win
-here: networks that were trained apart, even from one checkpoint and with different noise, err on
-different inputs. As -log is convex, a mixture is at least as likely as its parts are on average.
+The parts are fitted one after another, each as it would be alone on the same sites: all that it can
+make random, unless `where` says otherwise. What ensembles win, they win here: networks that were
+trained apart, even from one checkpoint and with different noise, err on different inputs. As -log
+is convex, a mixture is at least as likely as its parts are on average.
 """
 
 import math
@@ -29,15 +30,15 @@ class Mixture(Method):
     """Several methods on one network, each with an equal share of the draws.
 
     Args:
-        parts: The methods. Files and the command line have them as {"name": ..., "settings": ...},
-            or by name alone.
+        parts: The methods, or their names; on the command line, names with commas between them.
+            Files have them as {"name": ..., "settings": ...}.
         noise: A factor on the noise of every part.
         draws: Draws of a prediction, over all parts and their components.
 
     Example:
         >>> Mixture().components  # as often of BayesAdapter as of iBNN, which has four
         12
-        >>> Mixture(parts=["abnn", "mc-dropout"], draws=12).parts[0].components
+        >>> Mixture(parts="abnn,mc-dropout", draws=12).parts[0].components
         3
     """
 
@@ -215,7 +216,9 @@ def _read(parts: Any) -> tuple[Method, ...]:
     """Methods, from methods, names or what JSON has of them."""
     from bayesify.methods import make_method
 
-    if isinstance(parts, str | Mapping | Method) or not isinstance(parts, Sequence):
+    if isinstance(parts, str):
+        parts = [name.strip() for name in parts.split(",")]
+    if not isinstance(parts, Sequence):
         raise SettingError(f"parts={parts!r} must be a list of methods.")
     read: list[Method] = []
     for part in parts:
