@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -5,7 +7,7 @@ from torch.utils.data import DataLoader
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
-from bayesify.calibration import best_temperature
+from bayesify.calibration import Search, Trial, best_temperature
 
 
 def test_temperature_is_that_of_the_data() -> None:
@@ -121,3 +123,27 @@ def test_a_failure_leaves_a_regression_as_it_was() -> None:
         bnn.calibrate([(torch.randn(4, 3), torch.full((4, 1), torch.nan))])
     assert bnn.noise == 0.2
     assert bnn.likelihood.log_variance.item() == 0
+
+
+@pytest.mark.parametrize(("steepness", "noise"), [(1e-3, 0.4), (1e2, 0.1)])
+def test_noise_explains_what_it_can_unless_less_is_clearly_likelier(
+    trained: nn.Module,
+    validation: DataLoader,
+    monkeypatch: pytest.MonkeyPatch,
+    steepness: float,
+    noise: float,
+) -> None:
+    """Noise 0.4 is likeliest without a temperature, and noise 0.1 with the best one for it."""
+
+    def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
+        def away(lowest: float) -> float:
+            return math.log(noise / lowest) ** 2 if noise else 100.0
+
+        torch.manual_seed(round(1e6 * noise))
+        scatter = torch.randn(100)
+        losses = steepness * away(0.1) + scatter - scatter.mean()
+        return Trial(noise, 1.5, losses, untempered=away(0.4))
+
+    monkeypatch.setattr(Search, "_try", tried)
+    chosen = bayesify.convert(trained, ABNN(noise=0.2)).calibrate(validation)
+    assert chosen.noise == pytest.approx(noise, rel=1e-3)

@@ -1,8 +1,9 @@
 """calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 MOST_EXAMPLES = 5000
 SEARCH_EXAMPLES = 1000
 LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
+FARTHEST = 6  # steps of the walk, a factor 8 each way
 POSITIONS = 1024  # of a dense output, that count
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
 
@@ -40,23 +42,40 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
+    """A strength of noise, the temperature that goes with it, and what both come to.
+
+    Args:
+        noise: The noise.
+        temperature: The best one for it.
+        losses: Each example's NLL at that temperature.
+        untempered: Mean NLL at the temperature that the noise is chosen by.
+    """
+
     noise: float
     temperature: float
-    nll: float
+    losses: Tensor
+    untempered: float
+
+    @property
+    def nll(self) -> float:
+        """Their mean."""
+        return self.losses.mean().item()
 
 
 class Search:
-    """Finds the noise with the lowest NLL, each at its own best temperature.
+    """Finds how much noise there should be, and then the temperature.
 
     All strengths of noise share their random numbers, so that NLL is a smooth function of the
     noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
-    through the lowest three. The search sees a part of the data; the choice between its result and
-    no noise at all sees everything.
+    through the lowest three. The walk sees a part of the data; what it found sees everything.
 
-    Noise and temperature can stand in for each other: strong noise with draws sharpened to mere
-    votes is as likely as less noise with draws that know doubt, and tells strange inputs apart
-    worse. So with noise the temperature is at least 1, or what the network itself asks for.
+    Noise and temperature can stand in for each other. A temperature makes the network less sure
+    of everything alike, noise of what it knows least: so the noise explains what it can, and the
+    temperature what is left. That is the noise which is likeliest at temperature 1 (or at a lower
+    one that the network itself asks for), or, if another with a temperature of its own is likelier
+    by more than a standard error, that one. The temperature never goes below: strong noise with
+    draws sharpened to mere votes can be as likely, and tells strange inputs apart worse.
     """
 
     def __init__(
@@ -76,7 +95,7 @@ class Search:
         try:
             quiet = noisy = self._quiet()
             if self.model.posterior.varies():
-                noisy = self._try(self._search(before), everything=True)
+                noisy = self._noisy(before or self.model.method.noise or 0.1)
         finally:
             self.model.noise = before
         best = min(quiet, noisy, key=lambda trial: trial.nll)
@@ -93,51 +112,63 @@ class Search:
             self.model.noise = noise
         return Calibration(noise, best.temperature, best.nll, self.evaluations)
 
-    def _quiet(self) -> _Trial:
-        """No noise, which also says how low the temperature may go with it."""
+    def _quiet(self) -> Trial:
+        """No noise, which also says at what temperature noise is tried."""
         quiet = self._try(0.0, everything=True)
         self.coldest = min(1.0, quiet.temperature)
         return quiet
 
-    def _search(self, start: float) -> float:
-        start = start or self.model.method.noise or 0.1
-        trials = {0: self._try(start)}
-        for direction in (1, -1):
-            position = 0
-            while abs(position) < 6:
-                position += direction
+    def _noisy(self, start: float) -> Trial:
+        """The noise that explains most, unless another is clearly likelier."""
+        walked: dict[int, Trial] = {}
+        likeliest, most = (
+            self._try(self._walk(start, walked, attrgetter(measure)), everything=True)
+            for measure in ("nll", "untempered")
+        )
+        return most if as_likely(most, likeliest) else likeliest
+
+    def _walk(
+        self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]
+    ) -> float:
+        """The noise where a measure is lowest, near `start`; adds what it tries to `trials`."""
+
+        def value(position: int) -> float:
+            if position not in trials:
                 trials[position] = self._try(start * 2 ** (position / 2))
-                if trials[position].nll >= trials[position - direction].nll:
-                    break
-            if position != 1:
-                break  # larger noise was better than the start: no need to look below it
-        lowest = min(trials, key=lambda position: trials[position].nll)
-        if lowest - 1 not in trials or lowest + 1 not in trials:
+            return measure(trials[position])
+
+        lowest = 0
+        for direction in (1, -1):
+            while abs(lowest) < FARTHEST and value(lowest + direction) < value(lowest):
+                lowest += direction
+            if lowest:
+                break  # better in this direction: no need to look in the other
+        if abs(lowest) == FARTHEST:
             return trials[lowest].noise
-        left, middle, right = (trials[lowest + step].nll for step in (-1, 0, 1))
+        left, middle, right = (value(lowest + step) for step in (-1, 0, 1))
         vertex = lowest + 0.5 * (left - right) / max(left - 2 * middle + right, 1e-12)
         return float(start * 2 ** (max(lowest - 1.0, min(lowest + 1.0, vertex)) / 2))
 
     @torch.no_grad()
-    def _try(self, noise: float, *, everything: bool = False) -> _Trial:
+    def _try(self, noise: float, *, everything: bool = False) -> Trial:
         self.evaluations += 1
         self.model.noise = noise
         # Without noise a component's draws are all alike.
         draws = self.model.method.components if noise == 0 else self.draws
         outputs, targets = [], []
-        seen = kept = 0
+        examples = kept = 0
         for inputs, target in self.batches:
             output, wanted = self._outputs(inputs, target, draws)
             outputs.append(output)
             targets.append(wanted)
-            seen += len(inputs)
+            examples += len(inputs)
             kept += output.numel()
-            if kept > LARGEST_OUTPUT or (not everything and seen >= SEARCH_EXAMPLES):
+            if kept > LARGEST_OUTPUT or (not everything and examples >= SEARCH_EXAMPLES):
                 break
-        temperature, nll = best_temperature(
-            self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets), self.coldest
-        )
-        return _Trial(noise, temperature, nll)
+        seen = (self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets))
+        temperature, _ = best_temperature(*seen, self.coldest)
+        losses, untempered = (tempered_losses(*seen, t) for t in (temperature, self.coldest or 1.0))
+        return Trial(noise, temperature, losses, untempered.mean().item())
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -163,9 +194,7 @@ def best_temperature(
     from scipy.optimize import minimize_scalar
 
     def nll(log_temperature: float) -> float:
-        tempered = likelihood.temper(outputs, math.exp(log_temperature))
-        averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
-        return likelihood.nll(averages, target).mean().item()
+        return tempered_losses(likelihood, outputs, target, math.exp(log_temperature)).mean().item()
 
     def penalised(log_temperature: float) -> float:
         return nll(log_temperature) + (log_temperature / TEMPERATURE_SPREAD) ** 2 / 2 / len(target)
@@ -175,3 +204,20 @@ def best_temperature(
     if nll(0.0) <= found.fun:
         return 1.0, nll(0.0)
     return math.exp(found.x), nll(found.x)
+
+
+def tempered_losses(
+    likelihood: "Likelihood", outputs: Tensor, target: Tensor, temperature: float
+) -> Tensor:
+    """Each example's NLL by the average over stacked outputs, all at this temperature."""
+    tempered = likelihood.temper(outputs, temperature)
+    averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
+    return likelihood.nll(averages, target)
+
+
+def as_likely(trial: Trial, other: Trial) -> bool:
+    """Whether it is worse than another by no more than a standard error of their difference."""
+    above = (trial.losses - other.losses).double()
+    above = above.view(len(above), -1).mean(1)
+    error = above.std().item() / math.sqrt(len(above)) if len(above) > 1 else 0.0
+    return above.mean().item() <= error

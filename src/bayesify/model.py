@@ -316,6 +316,9 @@ class BayesianModel(nn.Module):
     ) -> Calibration:
         """Chooses noise and temperature by held-out likelihood, and sets them.
 
+        The noise explains what it can, and a temperature what is left: the noise that is likeliest
+        without one, unless another is clearly likelier with one. See `bayesify.calibration`.
+
         Args:
             loader: Data that neither network nor `fit` has seen; the first 5,000 examples count.
             draws: Draws of a prediction; should be what will be used later.
