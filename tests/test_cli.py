@@ -89,6 +89,17 @@ def fitted(home: Path) -> Path:
     return home / "bnn"
 
 
+@pytest.mark.parametrize("flag", ["--temper", "--no-temper"])
+def test_a_fit_ends_with_a_temperature_unless_told(home: Path, flag: str) -> None:
+    result = call(
+        *("fit", "net.py:build", "data.npz:train", "--validation", "data.npz:validation"),
+        *("--no-progress", "--output", "bnn", flag),
+    )
+    assert result.exit_code == 0, result.output
+    settings = json.loads((home / "bnn" / "bayesify.json").read_text())
+    assert (settings["temperature"] == 1.0) == (flag == "--no-temper")
+
+
 def test_a_network_without_normalisation_layers(home: Path) -> None:
     (home / "plain.py").write_text(
         "import torch\nfrom torch import nn\n"

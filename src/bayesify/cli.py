@@ -246,6 +246,9 @@ def fit(
     groups: Annotated[
         int | None, typer.Option(min=1, help="Draws a batch; the method chooses otherwise.")
     ] = None,
+    temper: Annotated[
+        bool, typer.Option(help="End with the temperature that held-out data asks for.")
+    ] = True,
     normalise: Normalise = None,
     size: Size = None,
     seed: Seed = 0,
@@ -302,6 +305,7 @@ def fit(
             augment=augment,
             ood=strange,
             groups=groups,
+            temper=temper,
             normalisation=_normalisation(normalise),
             checkpoint=kept,
             seed=seed,
