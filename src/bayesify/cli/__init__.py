@@ -1,52 +1,60 @@
 """The command line: everything that bayesify does, by name, without writing Python.
 
-Heavy libraries are imported inside the commands, so that asking for help is quick.
+Heavy libraries are imported inside the commands, so that asking for help is quick. `options` has
+what commands are given, `arguments` reads it, `printing` shows what comes of it.
 """
 
 import codecs
 import shlex
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Iterable
 from itertools import chain
-from math import prod
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
 from bayesify import __version__
-from bayesify.errors import BayesifyError, BayesifyWarning, SettingError
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
-    from bayesify.data import Normalisation, Readable
-    from bayesify.evaluation.report import Report
-    from bayesify.methods import Method
-    from bayesify.plan import Plan
-    from bayesify.table import PredictionTable
-
-MODELS = (
-    "A network: digits, cifar10-resnet20, cifar10-resnet56; or one of yours: path/to/file.py:build "
-    "or package.module:build, where build() returns it."
+from bayesify.cli.arguments import (
+    check_abstention,
+    choose_threshold,
+    first,
+    named,
+    open_loader,
+    open_readable,
+    read_method,
+    read_methods,
+    read_normalisation,
+    read_where,
 )
-DATA = (
-    "Data: file.npz (arrays x and y), file.npz:train (x_train and y_train), file.csv (numbers, the "
-    "target's column headed y), a folder of images with one folder a class, or a name such as "
-    "digits:test. May end in a slice: digits:test[:100]."
+from bayesify.cli.options import (
+    DATA,
+    Augment,
+    BatchSize,
+    Calibration,
+    Data,
+    Draws,
+    Epochs,
+    Folder,
+    Last,
+    Likelihood,
+    MethodName,
+    Model,
+    Normalise,
+    OtherData,
+    Progress,
+    Seed,
+    Settings,
+    Size,
+    Validation,
+    Weights,
+    Where,
 )
-REPORTED = (
-    "accuracy", "nll", "ece", "adaptive_ece", "brier", "aurc", "mistakes_auroc", "rmse", "miou",
-)  # fmt: skip
+from bayesify.cli.printing import plain_warnings, print_plan, print_reports, say
+from bayesify.errors import BayesifyError
 
 
 class _Commands(TyperGroup):
@@ -54,18 +62,18 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         debug = bool(ctx.params.get("debug"))
-        with _plain_warnings():
+        with plain_warnings():
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt:
-                _say("interrupted")
+                say("interrupted")
                 raise typer.Exit(130) from None
             except BrokenPipeError:
                 raise  # the reader has gone, as in `| head`: Typer ends quietly
             except (BayesifyError, OSError) as error:
                 if debug:
                     traceback.print_exc()
-                _say(f"error: {error}")
+                say(f"error: {error}")
                 raise typer.Exit(1) from None
 
 
@@ -83,75 +91,6 @@ app = typer.Typer(
     "bayesify predict digits-abnn digits digits:test --output predictions.csv\n\n"
     "Exit codes: 0 done, warnings or not, 1 an error, 2 wrong usage, 130 interrupted.",
 )
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS)]
-Data = Annotated[str, typer.Argument(metavar="DATA", help=DATA)]
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="What `bayesify fit` wrote.")]
-Weights = Annotated[
-    Path | None,
-    typer.Option(help="The network's weights, .safetensors. Built-in networks have their own."),
-]
-MethodName = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        help="What becomes random: abnn, bayes-adapter, ibnn, mixture; or a baseline: map, "
-        "temperature, mc-dropout, deep-ensemble, swag, laplace, test-time-augmentation, "
-        "mean-field-vi.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="A setting of the method: --set members=4. Repeatable."
-    ),
-]
-Where = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB",
-        help="Only sites whose name matches: 'layer3.*'. Repeatable. Where there is data, auto: "
-        "the fewest late layers that do as well on held-out data as any.",
-    ),
-]
-Last = Annotated[int | None, typer.Option(metavar="K", help="Only the last K sites.")]
-Validation = Annotated[
-    str | None,
-    typer.Option(metavar="DATA", help="Decides what is kept; split off the data otherwise."),
-]
-Calibration = Annotated[
-    str | None,
-    typer.Option(metavar="DATA", help="Chooses noise and temperature. Data not yet used."),
-]
-OtherData = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[NAME=]DATA",
-        help="Data of another kind, which doubt should tell apart. Repeatable.",
-    ),
-]
-Likelihood = Annotated[str, typer.Option(help="classification, binary, multilabel or regression.")]
-Epochs = Annotated[
-    int | None,
-    typer.Option(min=1, help="Passes over the data; by default the method's own number."),
-]
-Augment = Annotated[str | None, typer.Option(help="crop-flip or strong; images only.")]
-Progress = Annotated[bool, typer.Option(help="Show progress.")]
-Normalise = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MEAN;STD",
-        help="How the network's images were normalised; built-in networks have their own. "
-        "cifar10, or mean and standard deviation of "
-        "each channel in units of 0 to 1, as in '0.5,0.5,0.5;0.2,0.2,0.2'.",
-    ),
-]
-Size = Annotated[
-    int | None, typer.Option(metavar="PIXELS", help="Cut and resize the images of a folder.")
-]
-BatchSize = Annotated[int, typer.Option(min=1, help="Examples at a time.")]
-Draws = Annotated[int | None, typer.Option(help="Draws of a prediction; as fitted by default.")]
-Seed = Annotated[int, typer.Option(help="One seed, one result.")]
 
 
 def main() -> None:
@@ -210,14 +149,14 @@ def plan(
     from bayesify.plan import plan as make_plan
     from bayesify.zoo import load_model
 
-    chosen = _where(where, last)
+    chosen = read_where(where, last)
     planned = make_plan(
         load_model(model, weights=weights),
-        _method(method, settings),
+        read_method(method, settings),
         where=chosen,
-        example=None if example is None else _first(_readable(example, 1)),
+        example=None if example is None else first(open_readable(example, 1)),
     )
-    _print_plan(planned)
+    print_plan(planned)
 
 
 @app.command(
@@ -273,22 +212,22 @@ def fit(
     from bayesify.zoo import load_model, usual_normalisation
 
     normalise = normalise or usual_normalisation(model)
-    chosen = _where(where, last)
+    chosen = read_where(where, last)
     require_free(output)  # before training, not after it
-    loader = _loader(data, batch_size, normalise, size, shuffle=True)
-    held = None if validation is None else _loader(validation, batch_size, normalise, size)
+    loader = open_loader(data, batch_size, normalise, size, shuffle=True)
+    held = None if validation is None else open_loader(validation, batch_size, normalise, size)
     # Read before training, so that a wrong name does not cost a night.
-    spare = None if calibration is None else _loader(calibration, batch_size, normalise, size)
-    strange = None if ood is None else _loader(ood, batch_size, normalise, size)
+    spare = None if calibration is None else open_loader(calibration, batch_size, normalise, size)
+    strange = None if ood is None else open_loader(ood, batch_size, normalise, size)
     deciding: dict[str, Any] = {}
     if chosen == "auto":
         deciding = {"training": loader} if held is None else {"validation": held}
     bnn = convert(
         load_model(model, weights=weights),
-        _method(method, settings),
+        read_method(method, settings),
         likelihood=likelihood,
         where=chosen,
-        example=None if last is None else _first(_readable(data, 1, normalise, size)),
+        example=None if last is None else first(open_readable(data, 1, normalise, size)),
         seed=seed,
         **deciding,
     )
@@ -296,7 +235,7 @@ def fit(
         typer.echo(f"{bnn.choice}\n")
     kept = checkpoint or output.with_name(f"{output.name}.checkpoint.safetensors")
     if kept.exists():
-        _say(f"continuing from {kept}")
+        say(f"continuing from {kept}")
     try:
         result = bnn.fit(
             loader,
@@ -306,7 +245,7 @@ def fit(
             ood=strange,
             groups=groups,
             temper=temper,
-            normalisation=_normalisation(normalise),
+            normalisation=read_normalisation(normalise),
             checkpoint=kept,
             seed=seed,
             progress=progress,
@@ -314,7 +253,7 @@ def fit(
         )
     except KeyboardInterrupt:
         if kept.exists():
-            _say(f"progress is in {kept}: run the same command again to go on from there")
+            say(f"progress is in {kept}: run the same command again to go on from there")
         raise
     typer.echo(f"fitted: {result}")
     if spare is None:
@@ -363,15 +302,15 @@ def evaluate(
     network = load_model(model, weights=weights)
     bnn = load(folder, network)
     plain = convert(network, MAP(), likelihood=bnn.likelihood)
-    loader = _readable(data, batch_size, normalise, size)
+    loader = open_readable(data, batch_size, normalise, size)
     others: dict[str, Iterable[Any]] = {
-        name: _readable(spec, batch_size, normalise, size) for name, spec in _named(ood or [])
+        name: open_readable(spec, batch_size, normalise, size) for name, spec in named(ood or [])
     }
     reports = {
         "network": plain.evaluate(loader, ood=others, seed=seed),
         type(bnn.method).__name__: bnn.evaluate(loader, ood=others, draws=draws, seed=seed),
     }
-    _print_reports(reports)
+    print_reports(reports)
     if output is not None:
         write_json(output, {name: report.to_dict() for name, report in reports.items()})
 
@@ -438,17 +377,17 @@ def compare(
         load_model(model, weights=weights),
         train,
         test=test,
-        methods=_methods(method, settings),
+        methods=read_methods(method, settings),
         validation=validation,
         calibration=calibration,
-        ood=dict(_named(ood or [])),
+        ood=dict(named(ood or [])),
         likelihood=likelihood,
         augment=augment,
         epochs=epochs,
         draws=draws,
         seed=seed,
         output=output,
-        normalisation=_normalisation(normalise),
+        normalisation=read_normalisation(normalise),
         shift=None if shift == "none" else shift,
         batch_size=batch_size,
         size=size,
@@ -537,14 +476,14 @@ def predict(
         raise typer.BadParameter(
             f"{output!r}: name it .csv, or .jsonl for JSON lines.", param_hint="--output"
         )
-    _check_abstention(abstain_above, target_risk, validation, confidence)
+    check_abstention(abstain_above, target_risk, validation, confidence)
     normalise = normalise or usual_normalisation(model)
     bnn = load(folder, load_model(model, weights=weights))
-    found = load_inputs(data, normalise=_normalisation(normalise), size=size)
+    found = load_inputs(data, normalise=read_normalisation(normalise), size=size)
     table = PredictionTable(bnn, abstain_above, draws, seed, tolerance)
     if target_risk is not None and validation is not None:
-        labelled = _readable(validation, batch_size, normalise, size)
-        _choose_threshold(table, labelled, target_risk, confidence)
+        labelled = open_readable(validation, batch_size, normalise, size)
+        choose_threshold(table, labelled, target_risk, confidence)
     rows = chain.from_iterable(
         table.rows(Readable(items, batch_size), name if len(data) > 1 else None)
         for name, items in found
@@ -557,7 +496,7 @@ def predict(
         typer.echo(f"wrote {output}")
     if table.threshold is not None:
         answered = table.examples - table.abstained
-        _say(f"answered {answered:,} of {table.examples:,}, abstained from {table.abstained:,}")
+        say(f"answered {answered:,} of {table.examples:,}, abstained from {table.abstained:,}")
 
 
 @app.command(epilog="Example: bayesify report results.json --output report.html")
@@ -576,219 +515,3 @@ def report(
 
     path = write_report(read_json(results), output or results.with_name("report.html"))
     typer.echo(f"wrote {path}")
-
-
-# What users type, read
-
-
-def _method(name: str, settings: list[str] | None) -> "Method":
-    """A method from `--method` and `--set`; values are read as the type of the setting."""
-    from bayesify.methods import METHODS, make_method
-
-    known = METHODS.get(name)
-    types = {field.name: field.type for field in fields(known)} if known else {}
-    values: dict[str, Any] = {}
-    for setting in settings or []:
-        key, equals, text = setting.partition("=")
-        if not (key and equals and text):
-            raise typer.BadParameter(f"{setting!r}: write NAME=VALUE.", param_hint="--set")
-        values[key] = _read(key, text, types.get(key))
-    return make_method(name, values)
-
-
-def _methods(names: list[str] | None, settings: list[str] | None) -> "dict[str, Method]":
-    """Methods from several `--method`, or the usual ones, and `--set METHOD.NAME=VALUE`."""
-    from bayesify.compare import DEFAULT
-
-    chosen: dict[str, list[str]] = {name: [] for name in names or DEFAULT}
-    for setting in settings or []:
-        name, dot, rest = setting.partition(".")
-        if not (dot and name in chosen):
-            raise typer.BadParameter(
-                f"{setting!r}: write METHOD.NAME=VALUE, of one of {', '.join(chosen)}.",
-                param_hint="--set",
-            )
-        chosen[name].append(rest)
-    return {name: _method(name, values) for name, values in chosen.items()}
-
-
-def _read(name: str, text: str, kind: Any) -> Any:
-    """The value of a setting of that kind; what has another kind is left to the method to say."""
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    readers: dict[Any, tuple[Callable[[str], Any], str]] = {
-        bool: ({"true": True, "false": False}.__getitem__, "true or false"),
-        int: (int, "a whole number"),
-        float: (float, "a number"),
-        tuple[float, float]: (lambda pair: tuple(map(float, pair.split(","))), "two numbers, A,B"),
-    }
-    for known, (read, wanted) in readers.items():
-        if known in kinds:
-            try:
-                return read(text)
-            except (ValueError, KeyError):
-                raise SettingError(f"--set {name}={text}: {wanted} is wanted.") from None
-    return text
-
-
-def _where(globs: list[str] | None, last: int | None) -> str | list[str] | int | None:
-    if globs and last is not None:
-        raise typer.BadParameter("give --where or --last, not both.", param_hint="--where")
-    if globs == ["auto"]:
-        return "auto"
-    return last if last is not None else (globs or None)
-
-
-def _normalisation(text: str | None) -> "Normalisation | None":
-    from bayesify.data import CIFAR10_NORMALISATION
-
-    if text is None:
-        return None
-    if text == "cifar10":
-        return CIFAR10_NORMALISATION
-    try:
-        mean, std = ([float(number) for number in part.split(",")] for part in text.split(";"))
-    except ValueError:
-        raise SettingError(
-            f"--normalise {text!r}: write cifar10, or means and standard deviations as in "
-            f"'0.5,0.5,0.5;0.2,0.2,0.2'."
-        ) from None
-    return mean, std
-
-
-def _named(specs: list[str]) -> Iterator[tuple[str, str]]:
-    """`NAME=DATA` or `DATA`, which is then its own name."""
-    for spec in specs:
-        name, equals, data = spec.partition("=")
-        yield (name, data) if equals else (spec, spec)
-
-
-def _loader(
-    spec: str,
-    batch_size: int,
-    normalise: str | None = None,
-    size: int | None = None,
-    *,
-    shuffle: bool = False,
-) -> "DataLoader[Any]":
-    from torch.utils.data import DataLoader
-
-    from bayesify.data import load_data, readable
-
-    data = readable(load_data(spec, normalise=_normalisation(normalise), size=size))
-    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
-
-
-def _readable(
-    spec: str, batch_size: int, normalise: str | None = None, size: int | None = None
-) -> "Readable":
-    """Batches in order, without images that cannot be read, which show when it comes to them."""
-    from bayesify.data import Readable, load_data
-
-    return Readable(load_data(spec, normalise=_normalisation(normalise), size=size), batch_size)
-
-
-def _check_abstention(
-    threshold: float | None, risk: float | None, validation: str | None, confidence: float | None
-) -> None:
-    """Stops wrong combinations of the options that make `predict` abstain."""
-    if threshold is not None and risk is not None:
-        raise typer.BadParameter(
-            "give it, or --target-risk to choose it, not both.", param_hint="--abstain-above"
-        )
-    if (risk is None) != (validation is None):
-        raise typer.BadParameter(
-            "--target-risk and --validation go together: a risk, and labelled data to measure it.",
-            param_hint="--target-risk",
-        )
-    if confidence is not None and risk is None:
-        raise typer.BadParameter("it is about --target-risk.", param_hint="--confidence")
-
-
-def _choose_threshold(
-    table: "PredictionTable", labelled: "Readable", risk: float, confidence: float | None
-) -> None:
-    """Makes predictions abstain so that they keep to a risk, and says what that costs."""
-    from bayesify.table import learn_threshold
-
-    chosen = learn_threshold(
-        table.model,
-        labelled,
-        risk,
-        confidence=confidence,
-        draws=table.draws,
-        seed=table.seed,
-        tolerance=table.tolerance,
-    )
-    table.threshold = chosen.value
-    bound = "" if chosen.bound is None else f" (on new data at most {chosen.bound:.2%})"
-    _say(
-        f"abstaining above {chosen.value!r} nats: of the validation data that answers "
-        f"{chosen.coverage:.1%}, and {chosen.risk:.2%} of the answers are wrong{bound}"
-    )
-
-
-def _first(loader: Iterable[Any]) -> Any:
-    return next(iter(loader))[0]
-
-
-# What users see
-
-
-@contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Shows bayesify's own warnings as one line each, whatever the filters say."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", BayesifyWarning)
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, BayesifyWarning):
-                _say(f"warning: {message}")
-            else:
-                usual(message, category, *where, **more)
-
-        warnings.showwarning = show
-        yield
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
-
-
-def _print_plan(planned: "Plan") -> None:
-    console = Console()
-    console.print(escape(str(planned.method)), highlight=False)
-    table = Table()
-    for heading in ("site", "layer", "shape", "numbers"):
-        table.add_column(heading, justify="right" if heading == "numbers" else "left")
-    for site in planned.sites:
-        shape = "x".join(map(str, site.shape))
-        table.add_row(escape(site.name), escape(site.kind), shape, f"{prod(site.shape):,}")
-    console.print(table)
-    for name, value in planned.summary().items():
-        console.print(f"{name + ':':<16}{value}", highlight=False)
-    for skip in planned.skipped:
-        line = f"skipped {skip.name} ({skip.kind}): {skip.reason}"
-        console.print(escape(line), highlight=False)
-
-
-def _print_reports(reports: "Mapping[str, Report]") -> None:
-    from bayesify.evaluation.comparison import TITLES
-
-    first = next(iter(reports.values()))
-    table = Table(
-        title=f"{first.examples:,} examples", caption="↑ higher is better, ↓ lower is better"
-    )
-    table.add_column("")
-    for name in reports:
-        table.add_column(escape(name), justify="right")
-    for measure in REPORTED:
-        numbers = [getattr(report, measure) for report in reports.values()]
-        if any(number is not None for number in numbers):
-            shown = ("-" if number is None else f"{number:.4f}" for number in numbers)
-            table.add_row(TITLES[measure], *shown)
-    for other in first.ood:
-        for measure in ("auroc", "aupr", "fpr95"):
-            values = (f"{getattr(report.ood[other], measure):.4f}" for report in reports.values())
-            table.add_row(f"{escape(other)}: {TITLES[measure]}", *values)
-    Console().print(table)
