@@ -35,7 +35,8 @@ ORDER = [
     "evaluation.landscape", "evaluation.plots", "evaluation.moments", "evaluation.panels",
     "evaluation.contract", "evaluation.verdict", "evaluation.page",
     "evaluation.answers", "evaluation.comparison",
-    "io", "identity", "trials", "compare", "zoo", "data", "table", "demo", "cli",
+    "io", "identity", "trials", "compare", "zoo", "data", "table", "demo",
+    "cli.options", "cli.printing", "cli.arguments", "cli",
 ]  # fmt: skip
 
 
