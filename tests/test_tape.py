@@ -321,3 +321,22 @@ def test_a_network_that_refuses_other_inputs_is_run_as_it_is() -> None:
     bnn = bayesify.convert(shaken(Particular()), ABNN(draws=6))
     bnn.strategy = "folded"
     assert len(bnn.predict(torch.rand(2, 3, 8, 8).clamp_min(1.0))) == 2
+
+
+def test_a_trunk_is_folded_once_unless_its_statistics_may_change() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    network = Residual().eval()
+    for method in (ABNN(members=1, draws=4), BayesAdapter(draws=4)):
+        bnn = bayesify.convert(network, method, where="norm2.*")
+        bnn.strategy = "folded"
+        before = bnn.predict(x).probs
+        for _, statistic in bnn.posterior.statistics.items():
+            statistic.data.add_(0.3)  # as a layer in training does, which nothing counts
+        after = bnn.predict(x).probs
+        bnn.strategy = "looped"
+        torch.testing.assert_close(after, bnn.predict(x).probs)
+        assert torch.equal(after, before) == (type(method) is ABNN)
+        (tape,) = bnn.runner._tapes.values()
+        assert tape is not None
+        assert bool(tape._kept) == (type(method) is ABNN)

@@ -534,10 +534,11 @@ class BayesianModel(nn.Module):
             shares_trunk=self._shares_trunk,
             strategy=strategy,
         )
+        self._weights = [p for p in self.network.parameters() if not p.is_inference()]
         self._versions = self._weight_versions()
 
     def _weight_versions(self) -> int:
-        return sum(p._version for p in self.network.parameters() if not p.is_inference())
+        return sum(weight._version for weight in self._weights)
 
     def _require_unchanged(self) -> None:
         if self._weight_versions() != self._versions:

@@ -10,7 +10,11 @@ from torch.func import vmap
 from bayesify.batches import Inputs
 from bayesify.posterior import Draws
 from bayesify.tape.passes import affine, fold_norms, free, one_row, overwrite
-from bayesify.tape.steps import Slot, Step, filled
+from bayesify.tape.steps import Slot, Step, filled, scaled
+
+# Weights of the trunk that are kept with the norms behind them folded in; beyond, each is for as
+# long as it takes to run it, so that there is no copy of a large network.
+KEPT = 1 << 20
 
 
 class Tape:
@@ -47,6 +51,11 @@ class Tape:
         steps, slots = one_row(steps, shapes, inputs, result)
         steps, self._norms = fold_norms(steps, slots)
         self._slots = slots + 2 * len(self._norms)
+        self._kept: dict[int, Tensor] = {}
+        trunk = [conv for conv, _ in self._norms if not conv.random]
+        if sum(shapes[conv.args[1].number].numel() for conv in trunk) <= KEPT:
+            for conv in trunk:
+                conv.folded = True
         overwrite(steps, result)
         self._trunk = [step for step in steps if not step.random]
         self._branch = [step for step in steps if step.random]
@@ -102,18 +111,36 @@ class Tape:
         for name, tensor in shared.items():
             values[self._named[name]] = tensor
         stacks = {self._named[name]: stack for name, stack in draws.items()}
-        for conv, norm in self._norms:
-            own = [
-                slot.number for slot in (*norm.args[1:], *conv.args[2:3]) if isinstance(slot, Slot)
-            ]
-            target: Any = stacks if any(number in stacks for number in own) else values
-            given = [filled(value, values, stacks) for value in norm.args[1:]]
-            bias = filled(conv.args[2], values, stacks) if len(conv.args) > 2 else None
-            for number, value in zip(conv.affine, affine(bias, given), strict=True):
-                target[number] = value
+        self._fold(values, stacks, shared)
         for step in self._trunk:
             step.run(values)
         return values, stacks
+
+    def _fold(
+        self, values: list[Any], stacks: dict[int, Tensor], shared: Mapping[str, Tensor]
+    ) -> None:
+        """Puts into their slots what makes convolutions do their norms' work.
+
+        Constants never change, while what draws share may, as statistics do that adapt.
+        """
+        kept: dict[int, Tensor] = {} if shared else self._kept
+        folded: dict[int, Tensor] = {}
+        for conv, norm in self._norms:
+            if conv.affine[0] in kept:
+                continue
+            own = [s.number for s in (*norm.args[1:], *conv.args[2:3]) if isinstance(s, Slot)]
+            target: Any = stacks if any(number in stacks for number in own) else values
+            given = [filled(value, values, stacks) for value in norm.args[1:]]
+            bias = filled(conv.args[2], values, stacks) if len(conv.args) > 2 else None
+            scale, shift = affine(bias, given)
+            if conv.folded:
+                scale = scaled(filled(conv.args[1], values), scale)
+                target = folded
+            target[conv.affine[0]], target[conv.affine[1]] = scale, shift
+        if folded and not shared:
+            self._kept = folded  # all at once, as other threads may come
+        for number, tensor in (folded or kept).items():
+            values[number] = tensor
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Step:
         random: Whether it depends on the draw.
         alike: Whether it returns one tensor of the kind and shape of its first argument.
         affine: Slots of the scale and shift by which a convolution does a batch norm's work too.
+        folded: Whether these hold a weight and bias that do it already.
         last_uses: Slots that nobody reads after it.
     """
 
@@ -40,6 +41,7 @@ class Step:
     random: bool
     alike: bool
     affine: tuple[int, ...] = ()
+    folded: bool = False
     last_uses: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class Step:
         if not self.affine:
             function = self.function if fold else _TOGETHER.get(self.function, self.function)
             result = function(*args, **kwargs)
+        elif self.folded:
+            result = self.function(args[0], *(values[n] for n in self.affine), *args[3:])
         else:
             result = _convolve(self.function, args, *(values[n] for n in self.affine), fold=fold)
         if len(self.results) == 1:
@@ -88,12 +92,17 @@ def filled(value: Any, values: Sequence[Any], stacks: Mapping[int, Tensor] | Non
     return values[value.number] if stacked is None else stacked
 
 
+def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """A convolution's weight with its results' scale taken in."""
+    return weight * scale.view(-1, *[1] * (weight.ndim - 1))
+
+
 def _convolve(function: Any, args: list[Any], scale: Tensor, shift: Tensor, *, fold: bool) -> Any:
     """A convolution and the batch norm behind it."""
     x, weight, _, *rest = args if len(args) > 2 else [*args, None]
-    positions = [1] * (weight.ndim - 2)
     if fold and weight.numel() <= x.numel():  # the smaller of the two is scaled
-        return function(x, weight * scale.view(-1, 1, *positions), shift, *rest)
+        return function(x, scaled(weight, scale), shift, *rest)
+    positions = [1] * (weight.ndim - 2)
     result = function(x, weight, None, *rest)
     return torch.addcmul(shift.view(-1, *positions), result, scale.view(-1, *positions))
 
