@@ -15,7 +15,6 @@ minutes on one thread for resnet20, three times that for resnet56.
 
 import argparse
 import json
-from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,7 +31,7 @@ from bayesify.validation import HeldOut
 from bayesify.zoo import load_model
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = {"likeliest together": "nll", "noise first": "untempered"}
+WAYS = ("likeliest together", "noise first")
 
 
 def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
@@ -42,16 +41,14 @@ def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
     bnn = bayesify.convert(model, ABNN())
     search = Search(bnn, calibrating, bnn.method.draws, time)
     search._quiet()
-    walked: dict[int, Any] = {}
-    trials, found = {}, {}
-    for way, measure in WAYS.items():
-        noise = search._walk(0.1, walked, attrgetter(measure))
-        trials[way] = search._try(noise, everything=True)
-        bnn.noise, bnn.temperature = noise, trials[way].temperature
+    trials = dict(zip(WAYS, search._noisy(0.1), strict=True))
+    found = {}
+    for way, trial in trials.items():
+        bnn.noise, bnn.temperature = trial.noise, trial.temperature
         report = bnn.evaluate(data, seed=time)
         usual = torch.cat([bnn.predict(x, seed=time).uncertainty for x, _ in data])
         found[way] = {
-            "noise": noise,
+            "noise": trial.noise,
             "temperature": bnn.temperature,
             "nll": report.nll,
             "ece": report.ece,
@@ -60,8 +57,8 @@ def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
                 for kind, x in strange.items()
             },
         }
-    second = as_likely(trials["noise first"], trials["likeliest together"])
-    return {"ways": found, "chosen": list(WAYS)[second]}
+    together, first = trials.values()
+    return {"ways": found, "chosen": WAYS[as_likely(first, together)]}
 
 
 def table(results: dict[str, Any]) -> str:

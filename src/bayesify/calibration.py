@@ -1,7 +1,7 @@
 """calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,9 @@ class Search:
         try:
             quiet = noisy = self._quiet()
             if self.model.posterior.varies():
-                noisy = self._noisy(before or self.model.method.noise or 0.1)
+                likeliest, most = self._noisy(before or self.model.method.noise or 0.1)
+                as_good = as_likely(most, likeliest) and most.nll < quiet.nll
+                noisy = most if as_good else likeliest
         finally:
             self.model.noise = before
         best = min(quiet, noisy, key=lambda trial: trial.nll)
@@ -118,14 +120,12 @@ class Search:
         self.coldest = min(1.0, quiet.temperature)
         return quiet
 
-    def _noisy(self, start: float) -> Trial:
-        """The noise that explains most, unless another is clearly likelier."""
+    def _noisy(self, start: float) -> Iterator[Trial]:
+        """The noise that is likeliest with a temperature, and without one."""
         walked: dict[int, Trial] = {}
-        likeliest, most = (
-            self._try(self._walk(start, walked, attrgetter(measure)), everything=True)
-            for measure in ("nll", "untempered")
-        )
-        return most if as_likely(most, likeliest) else likeliest
+        for measure in ("nll", "untempered"):
+            noise = self._walk(start, walked, attrgetter(measure))
+            yield self._try(noise, everything=True)
 
     def _walk(
         self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]
