@@ -381,3 +381,11 @@ def test_every_bayesify_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("bayesify.demo.run", fail)
     result = call("demo")
     assert (result.exit_code, result.stderr) == (1, "error: of whatever kind\n")
+
+
+@pytest.mark.parametrize("name", ["memers", "epochs"])
+def test_what_is_no_setting_is_named_with_those_there_are(home: Path, name: str) -> None:
+    """`epochs` is the method's, and yet no setting of it: it is an option of `fit`."""
+    result = call("plan", "net.py:build", "--set", f"{name}=3")
+    assert result.exit_code == 1
+    assert f"abnn has no setting '{name}'. Its settings are: noise, draws, members" in result.stderr

@@ -1,6 +1,7 @@
 """The methods, one file each. A new one is a file here and a line in `METHODS`."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from bayesify.errors import SettingError
@@ -59,7 +60,7 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     """
     if name not in METHODS:
         raise SettingError(f"method {name!r} is not known. The methods are: {', '.join(METHODS)}.")
-    known = METHODS[name].__dataclass_fields__
+    known = [field.name for field in fields(METHODS[name])]
     unknown = [setting for setting in settings if setting not in known]
     if unknown:
         raise SettingError(
