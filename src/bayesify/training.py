@@ -21,6 +21,7 @@ from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingE
 from bayesify.features import Features, NoFeaturesError
 from bayesify.files import matches, read_tensors, write_tensors
 from bayesify.gradients import Gradients
+from bayesify.heap import kept_heap
 from bayesify.outliers import Outliers
 from bayesify.posterior import key
 from bayesify.validation import HeldOut, collect, hold_out, seeded
@@ -176,7 +177,8 @@ class Fit:
         )
         model.to(self.processes.device if home.type == "cpu" else home)
         try:
-            self._train()
+            with kept_heap():
+                self._train()
         finally:
             self._restore_best()
             model.to(home)
