@@ -339,7 +339,7 @@ class Runner:
         """
         budget = MEMORY_BUDGET if memory_budget is None else memory_budget
         needed = self.bytes_per_example(draws, inputs)
-        near = max(FEW_EXAMPLES, CACHE // needed)
+        near = max(FEW_EXAMPLES, 2 * CACHE // needed)  # scratch memory is used again
         most = max(1, min(LARGEST_BATCH, near, budget // needed))
         parts = -(-(examples or most) // most)
         return -(-(examples or most) // parts)
