@@ -24,7 +24,7 @@ from benchmarks.quality.labels import batches, images, test_data, training_batch
 from benchmarks.quality.measures import detection, quality
 from benchmarks.quality.results import write_json
 from benchmarks.quality.settings import ABLATIONS, BATCH, FIT, METHODS, OTHERS, Size
-from benchmarks.quality.units import Unit
+from benchmarks.quality.units import Unit, passes
 
 CACHE = Path(
     os.environ.get("BAYESIFY_BENCH_CACHE", Path.home() / ".cache" / "bayesify-bench" / "quality")
@@ -43,7 +43,7 @@ def fit_or_load(
     """A fitted network from the cache, or fitted now; a fit that was stopped goes on."""
     if type(method) is MAP:
         return bayesify.convert(model, method), {"fit_seconds": 0.0, "megabytes": 0.0}
-    made_from = [unit.network, repr(method), unit.seed, split, BATCH, settings]
+    made_from = [unit.network, repr(method), passes(method), unit.seed, split, BATCH, settings]
     mark = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=8).hexdigest()
     folder = CACHE / f"{unit.network}-{unit.method}-seed{unit.seed}-{mark}"
     facts, checkpoint = Path(f"{folder}.json"), Path(f"{folder}.checkpoint")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from bayesify import MAP
+from bayesify import MAP, Method, Mixture
 from benchmarks.quality.settings import (
     ABLATIONS,
     ATTACKED_ABLATIONS,
@@ -76,4 +76,9 @@ def asked(unit: Unit, size: Size) -> dict[str, Any]:
         return {"peer": PEERS[unit.method], "images": size.images}
     method = {**METHODS, **ABLATIONS}[unit.method]
     fit = TRANSFER_FIT if unit.what == "transfer" else FIT
-    return {"method": repr(method), "fit": fit, "images": size.images}
+    return {"method": repr(method), "epochs": passes(method), "fit": fit, "images": size.images}
+
+
+def passes(method: Method) -> list[int]:
+    """How often a fit goes over the data, unless told: of each part, where there are some."""
+    return [part.epochs for part in (method.parts if isinstance(method, Mixture) else [method])]
