@@ -336,7 +336,8 @@ class Fit:
                     bar.set_description(f"fit, {describe_groups(self.gradients.groups)}")
                 bar.set_postfix(loss=f"{loss:.4f}", best_nll=f"{at.nll:.4f}", refresh=False)
                 bar.update()
-                if at.step % self.every == 0 or at.step == self.steps:
+                near_end = 2 * (self.steps - at.step) < self.every
+                if at.step == self.steps or (at.step % self.every == 0 and not near_end):
                     self._validate(loss)
                 if time.monotonic() - saved > self.checkpoint_seconds:
                     saved = time.monotonic()
