@@ -278,6 +278,13 @@ def test_a_method_knows_its_passes(
     assert (told.steps, len(told.history)) == (5 * len(loader), 1)
 
 
+def test_no_validation_just_before_the_last(
+    bnn: bayesify.BayesianModel, loader: DataLoader, validation: DataLoader
+) -> None:
+    result = bnn.fit(loader, epochs=5, validation=validation, validations=4, progress=False)
+    assert [step for step, _, _ in result.history] == [7, 14, 21, 30]  # and not 28
+
+
 # Parts of a batch
 
 # Pixels of `stripes` run from 0 to 1 by this mean and standard deviation.
