@@ -209,8 +209,8 @@ def judged(nll: float, auroc: float = 0.9, **more: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record(found: dict[str, Any], asked: str = "defaults") -> dict[str, Any]:
-    return {"asked": asked, "found": found}
+def record(found: dict[str, Any]) -> dict[str, Any]:
+    return {"found": found}
 
 
 def headline_records(method: str = "ABNN", nll: float = 0.2) -> tables.Records:
@@ -254,11 +254,12 @@ def test_published_rows_may_be_missing(
     assert "published_cifar10.csv is missing" in capsys.readouterr().err
 
 
-def test_seeds_of_different_settings_are_not_averaged() -> None:
-    found = headline_records()
-    found[Unit(NETWORK, "ABNN", 1, "train-only")]["asked"] = "others"
-    with pytest.raises(ValueError, match="different settings"):
-        tables.tables(found, [])
+def test_what_was_made_with_other_settings_is_in_no_table(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    fit, other = (Unit(NETWORK, "ABNN", 0, what) for what in ("fit", "train-only"))
+    results.write(fit, {**record({}), "asked": units.asked(fit, QUICK)})
+    results.write(other, {**record({}), "asked": units.asked(other, QUICK) | {"epochs": [7]}})
+    assert list(tables.current(results, QUICK)) == [fit]
 
 
 def test_bars_hold_where_they_do() -> None:

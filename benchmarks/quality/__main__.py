@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{results.state(unit, asked(unit, size)):6}{unit.name}")
         return 0
     failed = 0 if given.table else run(found, size, results)
-    tables.write(results, in_docs=not given.quick)
+    tables.write(results, size, in_docs=not given.quick)
     return 1 if failed else 0
 
 

@@ -15,8 +15,8 @@ from benchmarks.quality.bars import bars
 from benchmarks.quality.markdown import Rows, fill, markdown
 from benchmarks.quality.provenance import ROOT
 from benchmarks.quality.results import Results
-from benchmarks.quality.settings import ABLATIONS, METHODS, OTHERS, PEERS, TRANSFER
-from benchmarks.quality.units import ATTACKS, CALIBRATED, Unit
+from benchmarks.quality.settings import ABLATIONS, METHODS, OTHERS, PEERS, TRANSFER, Size
+from benchmarks.quality.units import ATTACKS, CALIBRATED, Unit, asked, units
 
 DOCS = ROOT / "docs" / "results.md"
 NETWORKS = {"cifar10-resnet20": "ResNet-20", "cifar10-resnet56": "ResNet-56"}
@@ -43,11 +43,11 @@ DETECTION = {
 }
 
 
-def write(results: Results, *, in_docs: bool) -> None:
+def write(results: Results, size: Size, *, in_docs: bool) -> None:
     """Prints all tables, or puts them and the plots into docs/results.md."""
     from benchmarks.quality import plots
 
-    records = results.read()
+    records = current(results, size)
     made = tables(records, published())
     if in_docs:
         drawn = plots.draw(records, DOCS.parent / "images")
@@ -55,6 +55,13 @@ def write(results: Results, *, in_docs: bool) -> None:
         fill(DOCS, {**made, "plots": shown or "Not measured yet."})
     for name, text in made.items():
         print(f"\n{name}\n\n{text}")
+
+
+def current(results: Results, size: Size) -> Records:
+    """What was made with the settings of today: anything else would be called by a wrong name."""
+    read = results.read()
+    done = [unit for unit in units(size) if results.state(unit, asked(unit, size)) == "done"]
+    return {unit: read[unit] for unit in done}
 
 
 def tables(records: Records, others: Rows) -> dict[str, str]:
@@ -106,22 +113,12 @@ def _cost(fit: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def of(records: Records, network: str, method: str, what: str) -> dict[int, dict[str, Any]]:
-    """What was found of a method, by seed.
-
-    Raises:
-        ValueError: If seeds were run with different settings.
-    """
-    fitting = {
-        unit.seed: record
-        for unit, record in records.items()
+    """What was found of a method, by seed."""
+    return {
+        unit.seed: record["found"]
+        for unit, record in sorted(records.items(), key=lambda item: item[0].seed)
         if (unit.network, unit.method, unit.what) == (network, method, what)
     }
-    if any(record["asked"] != next(iter(fitting.values()))["asked"] for record in fitting.values()):
-        raise ValueError(
-            f"{network}/{method}/*/{what} was run with different settings for different seeds: run "
-            "the units again that --list calls stale."
-        )
-    return {seed: fitting[seed]["found"] for seed in sorted(fitting)}
 
 
 def by_what(
