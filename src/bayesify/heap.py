@@ -16,10 +16,10 @@ CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 def kept_heap() -> Iterator[None]:
     """Keeps what is freed in the process, instead of giving it back at every step.
 
-    Linux zeroes each page that a process takes anew, which is a tenth of a training step and
-    more where every example has weights of its own. Afterwards what is free goes back, and the thresholds are
-    those that glibc raises its own to. Other allocators, and thresholds that somebody chose, are
-    left alone.
+    Linux zeroes each page that a process takes anew, which is a tenth of a training step and more
+    where every example has weights of its own. Afterwards what is free goes back, and the
+    thresholds are those that glibc raises its own to. Other allocators, and thresholds that
+    somebody chose, are left alone.
     """
     libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
     if not hasattr(libc, "mallopt") or any(name in os.environ for name in CHOSEN):
