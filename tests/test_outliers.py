@@ -49,6 +49,36 @@ def test_noise_is_uniform() -> None:
     assert (noise.flatten(1).std(0) > 0).all(), "every image has noise of its own"
 
 
+def steepness(inputs: Inputs) -> Tensor:
+    """A loss that grows with even columns and falls with odd ones."""
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    return (image(inputs) * signs).flatten(1).sum(1)
+
+
+def test_noise_is_turned_against_the_network() -> None:
+    """By 0, 1, 2 or 3 steps, whose length is such that each reaches the edge of the radius."""
+    x = normalised()
+    outliers = Outliers(0.05, None, (MEAN, STD), steps=3)
+    low, high = (pixels(x[:5]) - 0.05).clamp(0, 1), (pixels(x[:5]) + 0.05).clamp(0, 1)
+    worst = torch.where(torch.arange(5) % 2 == 0, high, low)
+    as_bad_as_can_be = []
+    for seed in range(20):
+        noise = pixels(image(outliers.batch(as_inputs(x), seed)))
+        noisy = pixels(image(outliers.batch(as_inputs(x), seed, steepness)))
+        bad = torch.allclose(noisy, worst, atol=1e-5)
+        assert bad or torch.equal(noisy, noise)
+        as_bad_as_can_be.append(bad)
+    assert 10 <= sum(as_bad_as_can_be) < 20
+
+
+def test_the_users_inputs_are_not_turned_against_the_network() -> None:
+    given = [torch.full((4, 3, 5, 5), 9.0)]
+    outliers = Outliers(0.05, given, (MEAN, STD), steps=1)
+    for seed in range(4):
+        both = image(outliers.batch(as_inputs(normalised(12)), seed, steepness))
+        assert (both[3:] == 9).all()
+
+
 def test_one_number_normalises_all_channels() -> None:
     x = torch.full((4, 3, 2, 2), 1.0)  # the whitest pixel, under mean 0.5 and std 0.5
     noisy = image(Outliers(0.1, None, ([0.5], [0.5])).batch(as_inputs(x), 0))

@@ -159,11 +159,11 @@ WIDE_SITES = [Site("w", (10_000,), "Linear")]
 
 
 def mean_field(log_std: tuple[float, float] = (-6.0, -5.0), noise: float = 1.0) -> MeanField:
-    return MeanField(WEIGHT_SITES, WEIGHTS, log_std, noise)
+    return MeanField(WEIGHT_SITES, WEIGHTS, dict.fromkeys(WEIGHTS, log_std), noise)
 
 
 def test_mean_field_has_the_moments_it_should() -> None:
-    posterior = MeanField(WIDE_SITES, WIDE, (-1.0, -1.0), 0.5)
+    posterior = MeanField(WIDE_SITES, WIDE, {"w": (-1.0, -1.0)}, 0.5)
     drawn = posterior.draws(3, [0])["w"][0].detach()
     std = 0.5 * math.exp(-1)
     assert (drawn.mean() - 0.4).abs() < 5 * std / 100
@@ -177,7 +177,7 @@ def test_mean_field_without_noise_is_the_network() -> None:
 
 
 def test_psi_starts_uniform_in_its_range() -> None:
-    psi = MeanField(WIDE_SITES, WIDE, (-6.0, -5.0), 1.0).log_std["w"]
+    psi = MeanField(WIDE_SITES, WIDE, {"w": (-6.0, -5.0)}, 1.0).log_std["w"]
     assert -6 <= psi.min() < -5.99
     assert -5.01 < psi.max() <= -5
     assert (psi.mean() + 5.5).abs() < 5 * math.sqrt(1 / 12) / 100

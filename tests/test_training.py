@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import os
 import signal
@@ -292,6 +293,7 @@ OUTLIERS = {"normalisation": ([0.5], [0.08]), "ood": [torch.rand(30, 1, 8, 8)]}
 FROZEN = {"lr": 0.01, "psi_lr": 0.1, "adapt_statistics": False, "adam": False}
 ADAPTER = BayesAdapter(draws=2, log_std=(-3.0, -3.0), **FROZEN)
 DOUBTING = BayesAdapter(draws=2, log_std=(-3.0, -3.0), ood_radius=0.2, **FROZEN)
+ATTACKED = dataclasses.replace(DOUBTING, head_log_std=(-1.0, -1.0), ood_steps=3)
 SCALES = IBNN(draws=3, components=3, samples=2, lr=0.01, mean_std=0.05, adapt_statistics=False)
 PARTS = {
     "abnn": (METHOD, {}),
@@ -300,6 +302,7 @@ PARTS = {
     "bayes-adapter-groups": (ADAPTER, {"groups": 3}),
     "bayes-adapter-one-draw": (ADAPTER, {"groups": 1}),
     "bayes-adapter-outliers": (DOUBTING, OUTLIERS),
+    "bayes-adapter-attacked": (ATTACKED, OUTLIERS),
     "bayes-adapter-outliers-groups": (DOUBTING, {**OUTLIERS, "groups": 3}),
     "bayes-adapter-outliers-one-draw": (DOUBTING, {**OUTLIERS, "groups": 1}),
     "ibnn": (SCALES, {}),
@@ -665,6 +668,7 @@ RESUMED = {
     "abnn": (METHOD, {}),
     "bayes-adapter": (ADAPTER, {}),
     "bayes-adapter-outliers": (DOUBTING, OUTLIERS),
+    "bayes-adapter-attacked": (ATTACKED, OUTLIERS),
     "bayes-adapter-groups": (ADAPTER, {"groups": 2}),
     "bayes-adapter-adapting": (BayesAdapter(draws=2, lr=0.01), {}),
     "ibnn": (SCALES, {}),

@@ -8,6 +8,7 @@ several processes. Where only late layers train, what stands before them runs on
 import contextlib
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ class Gradients:
             self.scaler.scale(loss * self.method.round_weight).backward()
         if self.outliers is not None:
             with self._autocast():
-                doubt = self._outlier_losses(inputs, step_seed, mine, size)
+                doubt = self._outlier_losses(inputs, target, step_seed, mine)
             if doubt is not None:
                 total += doubt.item()
                 self.scaler.scale(doubt).backward()
@@ -114,11 +115,11 @@ class Gradients:
         self.model.zero_grad()
         return torch.cat([grad.flatten() for grad in grads])
 
-    def try_outliers(self, inputs: Inputs) -> None:
+    def try_outliers(self, inputs: Inputs, target: Tensor) -> None:
         """Runs two outliers once, which raises if the likelihood has no use for them."""
         few = inputs[:2]
         with torch.no_grad(), self._autocast():
-            self._outlier_losses(few, self.seed, slice(0, len(few)), len(few))
+            self._outlier_losses(few, target[:2], self.seed, slice(0, len(few)))
 
     def split(self, inputs: Inputs) -> Split | None:
         """Trunk and rest for inputs of this kind, found out once; None if the network runs whole.
@@ -161,12 +162,13 @@ class Gradients:
         return losses if counts is None else losses * counts[mine].to(losses)
 
     def _outlier_losses(
-        self, inputs: Inputs, step_seed: int, mine: slice, size: int
+        self, inputs: Inputs, target: Tensor, step_seed: int, mine: slice
     ) -> Tensor | None:
         """The method's loss on outliers, each run at two draws at once."""
         assert self.outliers is not None  # noqa: S101  (asked before)
-        strange = self.outliers.batch(inputs, step_seed)
-        count = len(strange)
+        loss = self._attacked(target, step_seed) if self.outliers.steps else None
+        strange = self.outliers.batch(inputs, step_seed, loss)
+        size, count = len(inputs), len(strange)
         rows = slice(mine.start * count // size, mine.stop * count // size)
         if rows.start == rows.stop:
             return None
@@ -176,6 +178,20 @@ class Gradients:
         output = self._run(self.model.runner, once, 0, seed, rows, count, copies=2)
         information = self.model.likelihood.mutual_information(output.unflatten(0, (2, -1)))
         return self.method.ood_loss(information).sum() / count
+
+    def _attacked(self, target: Tensor, step_seed: int) -> Callable[[Inputs], Tensor]:
+        """The loss of the batch's first inputs, as they change, at one draw."""
+        model = self.model
+        with torch.no_grad():
+            drawn = model.posterior.in_training().draws(key("attack", step_seed), range(1))
+        draw = {name: value[0] for name, value in drawn.items()}
+
+        def losses(inputs: Inputs) -> Tensor:
+            output = model.runner.plain(draw, inputs.to(model.device).map(_channels_last))
+            aim = model.likelihood.target(target[: len(inputs)], output)
+            return model.likelihood.loss(output, aim, None)
+
+        return losses
 
     def _run(
         self,

@@ -301,7 +301,7 @@ class BayesianModel(nn.Module):
         radius = self.method.noise_radius()
         outliers = None
         if ood is not None or radius:
-            outliers = Outliers(radius, ood, normalisation)
+            outliers = Outliers(radius, ood, normalisation, self.method.noise_steps())
         return Fit(
             self,
             loader,

@@ -1,6 +1,6 @@
 """Inputs on which a network should not be sure, for methods that train on them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +16,32 @@ MOST_EXAMPLES = 5000
 MOST_BYTES = 512 << 20
 
 Normalisation = tuple[Sequence[float], Sequence[float]]
+Loss = Callable[[Inputs], Tensor]
 
 
 class Outliers:
-    """Training inputs under uniform noise, inputs of the user's, or half of each.
+    """Training inputs under noise, inputs of the user's, or half of each.
 
-    Which ones a step gets depends on its seed alone, so that a fit can be resumed.
+    Which ones a step gets depends on its seed and on the network alone, so that a fit can be
+    resumed.
 
     Args:
         radius: Largest noise in pixel units, where pixels run from 0 to 1; 0 for none.
         given: Batches of the user's inputs, of which up to 5,000 are kept in memory.
         normalisation: Mean and standard deviation of each channel, by which pixels were normalised;
             None if the network takes pixels as they are.
+        steps: The noise, uniform at first, is turned against the network by up to so many steps.
     """
 
     def __init__(
-        self, radius: float, given: Iterable[Any] | None, normalisation: Normalisation | None
+        self,
+        radius: float,
+        given: Iterable[Any] | None,
+        normalisation: Normalisation | None,
+        steps: int = 0,
     ) -> None:
         self.radius = radius
+        self.steps = steps
         self.given = None if given is None else _collect(given)
         self.normalisation = normalisation
 
@@ -48,20 +56,26 @@ class Outliers:
         if self.radius:
             self._check_pixels(image)
 
-    def batch(self, inputs: Inputs, seed: int) -> Inputs:
-        """Half as many outliers as there are training inputs, one at least."""
+    def batch(self, inputs: Inputs, seed: int, loss: Loss | None = None) -> Inputs:
+        """Half as many outliers as there are training inputs, one at least.
+
+        Args:
+            inputs: Training inputs.
+            seed: Decides which outliers.
+            loss: Of the first of these inputs, each, as they change: what noise is to raise.
+        """
         image = _image(inputs)
         count = (len(image) + 1) // 2
         with seeded(key("outliers", seed)):
             if self.given is None:
-                return _with_image(inputs[:count], self._noisy(image[:count]))
+                return _with_image(inputs[:count], self._noisy(inputs[:count], loss))
             rows = torch.randint(len(self.given), (count,))
             given = self.given[rows]
             if given.ndim == 4 and min(given.shape[2:]) >= 4:
                 given = crop_and_flip(given)
             if self.radius:
                 half = count // 2
-                given = torch.cat([self._noisy(image[:half]), given.to(image)[half:]])
+                given = torch.cat([self._noisy(inputs[:half], loss), given.to(image)[half:]])
         return _with_image(inputs[:count], given.to(image))
 
     def _check_pixels(self, image: Tensor) -> None:
@@ -87,10 +101,25 @@ class Outliers:
         given = ([0.0], [1.0]) if self.normalisation is None else self.normalisation
         return [torch.as_tensor(v, dtype=torch.float32).view(shape).to(image) for v in given]
 
-    def _noisy(self, image: Tensor) -> Tensor:
+    def _noisy(self, inputs: Inputs, loss: Loss | None) -> Tensor:
+        image = _image(inputs)
         mean, std = self._moments(image)
+        pixels = image * std + mean
+        low, high = (pixels - self.radius).clamp(0, 1), (pixels + self.radius).clamp(0, 1)
         noise = self.radius * (2 * torch.rand(image.shape) - 1).to(image)
-        return ((image * std + mean + noise).clamp(0, 1) - mean) / std
+        noisy = ((pixels + noise).clamp(low, high) - mean) / std
+        if loss is None:
+            return noisy
+        steps = int(torch.randint(self.steps + 1, ()))
+        for _ in range(steps):
+            noisy.requires_grad_()
+            with torch.enable_grad():
+                total = loss(_with_image(inputs, noisy)).sum()
+            (slope,) = torch.autograd.grad(total, noisy)
+            # Twice the radius in all: as far as the other side of the image.
+            moved = noisy.detach() * std + mean + 2 * self.radius / steps * slope.sign()
+            noisy = (moved.clamp(low, high) - mean) / std
+        return noisy
 
 
 def _collect(given: Iterable[Any]) -> Tensor:

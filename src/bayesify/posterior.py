@@ -280,7 +280,7 @@ class MeanField(Posterior):
     Args:
         sites: What is random.
         tensors: The network's tensors, by name: where the means start.
-        log_std: psi starts uniform between these two.
+        log_std: For each tensor, the two numbers that its psi starts uniform between.
         noise: A factor on all standard deviations.
     """
 
@@ -290,7 +290,7 @@ class MeanField(Posterior):
         self,
         sites: Sequence[Site],
         tensors: Mapping[str, Tensor],
-        log_std: tuple[float, float],
+        log_std: Mapping[str, tuple[float, float]],
         noise: float,
     ) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class MeanField(Posterior):
         means = {site.name: tensors[site.name] for site in sites}
         self.mean = NamedTensors(means)
         self.log_std = NamedTensors(
-            {name: _uniform(name, value, *log_std) for name, value in means.items()}
+            {name: _uniform(name, value, *log_std[name]) for name, value in means.items()}
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

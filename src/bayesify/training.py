@@ -350,7 +350,7 @@ class Fit:
         if self.outliers is None and self.method.slices == 1:
             return
         with seeded(key("epoch", self.seed, 0), self.loader):
-            inputs, _ = next(labelled(self.loader))
+            inputs, target = next(labelled(self.loader))
         inputs.require_finite()
         if self.method.slices > len(inputs):
             raise SettingError(
@@ -359,7 +359,7 @@ class Fit:
             )
         if self.outliers is not None:
             self.outliers.check(inputs)
-            self.gradients.try_outliers(inputs)
+            self.gradients.try_outliers(inputs, target)
 
     def _batches(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches that are still to do, in an order that only the seed decides."""

@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 
 import bayesify
 from bayesify import ABNN, BayesAdapter, DataError, SettingError
-from bayesify.batches import as_inputs
+from bayesify.batches import Inputs, as_inputs
 from bayesify.methods import bayes_adapter, make_method
 from bayesify.methods.bayes_adapter import with_kl_gradients
-from bayesify.outliers import Outliers
+from bayesify.outliers import Loss, Outliers
 from bayesify.posterior import MeanField, fresh_normals, key
 from bayesify.sites import find_parameters, named_tensors
 
@@ -46,7 +46,9 @@ def small_posterior() -> MeanField:
         network.weight.copy_(torch.linspace(-1, 1, 6).view(2, 3))
         network.bias.fill_(0.3)
     network.double()
-    return MeanField(find_parameters(network)[0], named_tensors(network), (-2.0, -1.0), 1.0)
+    sites = find_parameters(network)[0]
+    log_std = {site.name: (-2.0, -1.0) for site in sites}
+    return MeanField(sites, named_tensors(network), log_std, 1.0)
 
 
 def train(
@@ -422,6 +424,42 @@ def test_other_methods_do_not_take_outliers(trained: nn.Module, loader: DataLoad
         bnn.fit(loader, ood=STRANGE, progress=False)
 
 
+def test_attacks_are_on_the_network_as_it_is(
+    trained: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outliers made by gradient steps cost the network more than those made by noise."""
+    seen: list[tuple[float, float]] = []
+    own = Outliers.batch
+
+    def spy(self: Outliers, inputs: Inputs, seed: int, loss: Loss | None = None) -> Inputs:
+        strange = own(self, inputs, seed, loss)
+        if loss is not None:
+            with torch.no_grad():
+                noise = loss(own(self, inputs, seed)).mean().item()
+                seen.append((noise, loss(strange).mean().item()))
+        return strange
+
+    monkeypatch.setattr(Outliers, "batch", spy)
+    method = BayesAdapter(draws=2, ood_radius=0.1, ood_steps=2, adapt_statistics=False)
+    bnn = bayesify.convert(trained, method)
+    settings = {"normalisation": NORMALISATION, "progress": False, "epochs": 8}
+    bnn.fit([batch], validation=[batch], **settings)
+    raised = [attack - noise for noise, attack in seen]
+    assert len(raised) == 9, "a step each, and the trial before the first"
+    assert all(change >= 0 for change in raised)
+    assert sum(change > 0 for change in raised) >= 4, "some have no step"
+
+
+def test_the_head_can_have_more_noise(trained: nn.Module) -> None:
+    bnn = bayesify.convert(trained, BayesAdapter(head_log_std=(-0.5, 0.5)))
+    psi = dict(bnn.posterior.log_std.items())
+    wide = [name for name, value in psi.items() if value.max() > -5]
+    matrices = [name for name, value in psi.items() if value.ndim > 1]
+    assert wide == [matrices[-1]]
+    assert psi[wide[0]].min() >= -0.5
+    assert psi[wide[0]].max() <= 0.5
+
+
 # Settings
 
 
@@ -442,6 +480,10 @@ def test_other_methods_do_not_take_outliers(trained: nn.Module, loader: DataLoad
         ({"margin": math.nan}, "margin=nan"),
         ({"ood_weight": -1}, "ood_weight=-1"),
         ({"ood_radius": -0.1}, "ood_radius=-0.1"),
+        ({"ood_steps": -1}, "ood_steps=-1 must be a whole number, 0 or more"),
+        ({"ood_steps": 1.5}, "ood_steps=1.5"),
+        ({"head_log_std": (1, 0)}, r"head_log_std=\(1, 0\).*the smaller first"),
+        ({"head_log_std": 0}, "head_log_std=0"),
         ({"draws": 0}, "draws=0"),
         ({"noise": -1}, "noise=-1"),
     ],
@@ -454,7 +496,7 @@ def test_bad_settings(settings: dict[str, object], match: str) -> None:
 def test_settings_come_back_from_json() -> None:
     import json
 
-    method = BayesAdapter(log_std=(-4, -3), margin=0.5)
+    method = BayesAdapter(log_std=(-4, -3), head_log_std=(-1, 0), margin=0.5, ood_steps=2)
     again = make_method("bayes-adapter", json.loads(json.dumps(method.to_dict())))
     assert again == method
 

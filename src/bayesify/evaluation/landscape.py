@@ -150,8 +150,9 @@ def gradient_noise(
             f"{type(twin.method).__name__} trains nothing by gradients, so that there is no "
             f"gradient that could vary."
         )
-    radius = twin.method.noise_radius()
-    outliers = Outliers(radius, None, normalisation) if radius else None
+    outliers = None
+    if radius := twin.method.noise_radius():
+        outliers = Outliers(radius, None, normalisation, twin.method.noise_steps())
     gradients = Gradients(twin, outliers, groups, None, seed)
     mean = spread = torch.zeros(())
     for run in range(runs):

@@ -18,6 +18,11 @@ $$\max(0, \gamma - I(x')), \qquad I = H(\bar p) - \overline{H(p)} \le \log 2$$
 
 Outliers are training images under uniform noise (`ood_radius`), data of the user's
 (`fit(ood=...)`), or both. With neither, this is the paper's "BayesAdapter-".
+
+Two things are not in the paper, and off by default. Where draws are sure and agree, I has no
+gradient: a last layer that starts with large standard deviations (`head_log_std`) makes draws
+disagree wherever features do not stand clear of its noise. And noise can be turned against the
+network by a few gradient steps (`ood_steps`), as an attack would.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,10 +49,12 @@ class BayesAdapter(Method):
         noise: A factor on all standard deviations.
         draws: Draws of a prediction.
         log_std: psi starts uniform between these two.
+        head_log_std: psi of the last weight matrix starts between these instead; None: as all.
         weight_decay: lambda, one over the prior's variance times n.
         margin: gamma, in nats; two draws can disagree by log 2 = 0.693 at most.
         ood_weight: How much the loss on outliers counts.
         ood_radius: Uniform noise, in pixel units, that makes outliers of training images; 0: none.
+        ood_steps: Most gradient steps that turn this noise against the network as it is.
         lr: Peak learning rate of mu (a cosine).
         psi_lr: Learning rate of psi, a fifth of it from each quarter of the fit to the next.
         adapt_statistics: Whether running statistics of normalisation layers follow the training
@@ -66,10 +73,12 @@ class BayesAdapter(Method):
     noise: float = 1.0
     draws: int = 20
     log_std: tuple[float, float] = (-6.0, -5.0)
+    head_log_std: tuple[float, float] | None = None
     weight_decay: float = 2e-4
     margin: float = 0.75
     ood_weight: float = 1.0
     ood_radius: float = 0.0
+    ood_steps: int = 0
     lr: float = 1e-4
     psi_lr: float = 1e-3
     adapt_statistics: bool = True
@@ -80,7 +89,10 @@ class BayesAdapter(Method):
     takes_ood: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.check_log_std()
+        self.check_log_std("log_std")
+        if self.head_log_std is not None:
+            self.check_log_std("head_log_std")
+        self.check_count("ood_steps", least=0)
         self.check_numbers("weight_decay", "margin", "ood_weight", "ood_radius", "lr", "psi_lr")
         super().__post_init__()
 
@@ -90,7 +102,11 @@ class BayesAdapter(Method):
 
     def posterior(self, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> Posterior:
         """N(mu, exp(2 psi)), mu at the checkpoint's values."""
-        return MeanField(sites, tensors, self.log_std, self.noise)
+        log_std = {site.name: self.log_std for site in sites}
+        if self.head_log_std is not None:
+            matrices = [site.name for site in sites if len(site.shape) > 1]
+            log_std[(matrices or list(log_std))[-1]] = self.head_log_std
+        return MeanField(sites, tensors, log_std, self.noise)
 
     @property
     def adapts_statistics(self) -> bool:
@@ -120,8 +136,12 @@ class BayesAdapter(Method):
         return None if numbers <= LARGE else GROUPS
 
     def noise_radius(self) -> float:
-        """The uniform noise around training images."""
+        """The noise around training images."""
         return self.ood_radius
+
+    def noise_steps(self) -> int:
+        """How far it is turned against the network."""
+        return self.ood_steps
 
     def ood_loss(self, mutual_information: Tensor) -> Tensor:
         """How far an outlier's mutual information is below the margin."""

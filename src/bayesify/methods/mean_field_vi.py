@@ -39,7 +39,7 @@ class MeanFieldVI(Method):
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        self.check_log_std()
+        self.check_log_std("log_std")
         self.check_numbers("lr")
         self.check_numbers("prior_std", least=1e-6)
         super().__post_init__()
@@ -50,7 +50,8 @@ class MeanFieldVI(Method):
 
     def posterior(self, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> Posterior:
         """Gaussians around the network's initial values."""
-        return MeanField(sites, tensors, self.log_std, self.noise)
+        log_std = {site.name: self.log_std for site in sites}
+        return MeanField(sites, tensors, log_std, self.noise)
 
     @property
     def adapts_statistics(self) -> bool:

@@ -127,8 +127,12 @@ class Method(ABC):
         return None
 
     def noise_radius(self) -> float:
-        """Largest uniform noise, in pixel units, that turns training images into outliers."""
+        """Largest noise, in pixel units, that turns training images into outliers."""
         return 0.0
+
+    def noise_steps(self) -> int:
+        """Most gradient steps that turn such noise against the network."""
+        return 0
 
     def ood_loss(self, mutual_information: Tensor) -> Tensor:
         """Loss of each outlier, by the mutual information of its prediction in two draws."""
@@ -170,11 +174,11 @@ class Method(ABC):
             if not (_is_number(value) and value >= least):
                 raise SettingError(f"{name}={value!r} must be a finite number, {least:g} or more.")
 
-    def check_count(self, name: str) -> None:
-        """Raises if this setting is not a whole number, 1 or more."""
+    def check_count(self, name: str, least: int = 1) -> None:
+        """Raises if this setting is not a whole number, `least` or more."""
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SettingError(f"{name}={value!r} must be a whole number, 1 or more.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SettingError(f"{name}={value!r} must be a whole number, {least} or more.")
 
     def check_pair(self, name: str) -> tuple[float, float]:
         """Makes a tuple of this setting, which JSON has as a list, and returns it.
@@ -189,12 +193,12 @@ class Method(ABC):
         object.__setattr__(self, name, pair)
         return pair[0], pair[1]
 
-    def check_log_std(self) -> None:
-        """Raises if the setting `log_std` is not a range of numbers whose exponential is one."""
-        low, high = self.check_pair("log_std")
+    def check_log_std(self, name: str) -> None:
+        """Raises if this setting is not a range of numbers whose exponential is one."""
+        low, high = self.check_pair(name)
         if not -80 <= low <= high <= 10:
             raise SettingError(
-                f"log_std={(low, high)} must be two numbers, the smaller first, from -80 to 10: "
+                f"{name}={(low, high)} must be two numbers, the smaller first, from -80 to 10: "
                 f"beyond that a standard deviation, their exponential, overflows in training."
             )
 
