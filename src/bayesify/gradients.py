@@ -166,7 +166,7 @@ class Gradients:
     ) -> Tensor | None:
         """The method's loss on outliers, each run at two draws at once."""
         assert self.outliers is not None  # noqa: S101  (asked before)
-        loss = self._attacked(target, step_seed) if self.outliers.steps else None
+        loss = self._attacked(target) if self.outliers.steps else None
         strange = self.outliers.batch(inputs, step_seed, loss)
         size, count = len(inputs), len(strange)
         rows = slice(mine.start * count // size, mine.stop * count // size)
@@ -179,11 +179,13 @@ class Gradients:
         information = self.model.likelihood.mutual_information(output.unflatten(0, (2, -1)))
         return self.method.ood_loss(information).sum() / count
 
-    def _attacked(self, target: Tensor, step_seed: int) -> Callable[[Inputs], Tensor]:
-        """The loss of the batch's first inputs, as they change, at one draw."""
+    def _attacked(self, target: Tensor) -> Callable[[Inputs], Tensor]:
+        """The loss of the batch's first inputs, as they change, without noise."""
         model = self.model
+        posterior = model.posterior.in_training()
+        still = {name: torch.zeros(1, *shape) for name, shape in posterior.shapes().items()}
         with torch.no_grad():
-            drawn = model.posterior.in_training().draws(key("attack", step_seed), range(1))
+            drawn = posterior(self.method.component(0, 1), still)
         draw = {name: value[0] for name, value in drawn.items()}
 
         def losses(inputs: Inputs) -> Tensor:
