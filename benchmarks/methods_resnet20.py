@@ -3,8 +3,8 @@
     BAYESIFY_DATA=../shared/data python benchmarks/methods_resnet20.py METHOD [--seed 0]
 
 METHOD is bayes-adapter (without regularisation, the paper's BayesAdapter-), the same as the paper
-trains it (bayes-adapter-sgd) or with outliers by uniform noise of 8/255 around training images
-(bayes-adapter-ood), or ibnn. Fits on CIFAR-10 training images alone, no temperature, then looks at
+trains it (bayes-adapter-sgd) or with attacks on itself as outliers (bayes-adapter-ood, which wants
+--groups 8 --keep last), or ibnn. Fits on CIFAR-10 training images alone, no temperature, then looks at
 all 10,000 test images and 5,000 SVHN crops.
 --pgd attacks 1,000 test images (20 steps of 0.003 within 0.031, through 20 draws) and tells them
 from the clean ones by mutual information, and for the network itself by its entropy.
@@ -30,7 +30,16 @@ RESULTS = Path(__file__).parent / "results"
 METHODS: dict[str, Method] = {
     "bayes-adapter": BayesAdapter(),
     "bayes-adapter-sgd": BayesAdapter(adapt_statistics=False, adam=False, psi_lr=0.1),
-    "bayes-adapter-ood": BayesAdapter(ood_radius=8 / 255),
+    "bayes-adapter-ood": BayesAdapter(
+        head_log_std=(-0.5, 0.5),
+        ood_radius=0.031,
+        ood_steps=8,
+        ood_weight=2.0,
+        margin=0.65,
+        lr=2e-4,
+        psi_lr=3e-3,
+        adapt_statistics=False,
+    ),
     "ibnn": IBNN(),
 }
 RADIUS, STEP, STEPS, DRAWS = 0.031, 0.003, 20, 20
@@ -68,6 +77,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="file to resume the fit from")
     parser.add_argument("--augment", default="crop-flip", choices=("crop-flip", "strong", "none"))
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--groups", type=int, help="draws of a training batch")
     parser.add_argument("--keep", default="best", choices=("best", "last"))
     parser.add_argument("--pgd", type=int, default=0, help="test images to attack")
     arguments = parser.parse_args()
@@ -78,6 +88,7 @@ def main() -> None:
         f"--batch-size {arguments.batch_size} --keep {arguments.keep}"
     )
     command += f" --epochs {arguments.epochs}" if arguments.epochs else ""
+    command += f" --groups {arguments.groups}" if arguments.groups else ""
     command += f" --precision {arguments.precision}" if arguments.precision else ""
     method = METHODS[name]
     model = load_model("cifar10-resnet20")
@@ -93,6 +104,7 @@ def main() -> None:
         normalisation=CIFAR10_NORMALISATION,
         checkpoint=arguments.checkpoint,
         precision=arguments.precision,
+        groups=arguments.groups,
     )
     results: dict[str, Any] = {
         "command": command,
