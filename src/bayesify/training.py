@@ -359,7 +359,7 @@ class Fit:
             )
         if self.outliers is not None:
             self.outliers.check(inputs)
-            self.gradients.try_outliers(inputs, target)
+            self.gradients.try_outliers(inputs, torch.as_tensor(target))
 
     def _batches(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches that are still to do, in an order that only the seed decides."""

@@ -482,6 +482,7 @@ def test_the_head_can_have_more_noise(trained: nn.Module) -> None:
         ({"ood_radius": -0.1}, "ood_radius=-0.1"),
         ({"ood_steps": -1}, "ood_steps=-1 must be a whole number, 0 or more"),
         ({"ood_steps": 1.5}, "ood_steps=1.5"),
+        ({"ood_steps": 3}, "Set ood_radius as well"),
         ({"head_log_std": (1, 0)}, r"head_log_std=\(1, 0\).*the smaller first"),
         ({"head_log_std": 0}, "head_log_std=0"),
         ({"draws": 0}, "draws=0"),
@@ -496,7 +497,9 @@ def test_bad_settings(settings: dict[str, object], match: str) -> None:
 def test_settings_come_back_from_json() -> None:
     import json
 
-    method = BayesAdapter(log_std=(-4, -3), head_log_std=(-1, 0), margin=0.5, ood_steps=2)
+    method = BayesAdapter(
+        log_std=(-4, -3), head_log_std=(-1, 0), margin=0.5, ood_radius=0.1, ood_steps=2
+    )
     again = make_method("bayes-adapter", json.loads(json.dumps(method.to_dict())))
     assert again == method
 

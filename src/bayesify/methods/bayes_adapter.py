@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bayesify.errors import SettingError
 from bayesify.methods.method import Method
 from bayesify.posterior import MeanField, Posterior
 from bayesify.sites import Site, Skipped, find_parameters
@@ -94,6 +95,11 @@ class BayesAdapter(Method):
             self.check_log_std("head_log_std")
         self.check_count("ood_steps", least=0)
         self.check_numbers("weight_decay", "margin", "ood_weight", "ood_radius", "lr", "psi_lr")
+        if self.ood_steps and not self.ood_radius:
+            raise SettingError(
+                f"ood_steps={self.ood_steps} turns noise against the network, and ood_radius=0 is "
+                f"none. Set ood_radius as well, 8/255 for instance."
+            )
         super().__post_init__()
 
     def find(self, network: nn.Module) -> tuple[list[Site], list[Skipped]]:
