@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 import bayesify
 from bayesify.cli import app
+from bayesify.cli.interrupts import heeded_interrupts
 from bayesify.errors import BayesifyError
 from bayesify.model import BayesianModel
 from bayesify.zoo import load_model
@@ -389,3 +391,17 @@ def test_what_is_no_setting_is_named_with_those_there_are(home: Path, name: str)
     result = call("plan", "net.py:build", "--set", f"{name}=3")
     assert result.exit_code == 1
     assert f"abnn has no setting '{name}'. Its settings are: noise, draws, members" in result.stderr
+
+
+def test_ctrl_c_in_a_finaliser_is_not_lost() -> None:
+    class Held:
+        pass
+
+    def finalise() -> None:
+        raise KeyboardInterrupt
+
+    held = Held()
+    weakref.finalize(held, finalise)
+    with pytest.raises(KeyboardInterrupt), heeded_interrupts():
+        del held  # Python ignores the exception here
+        time.sleep(5)

@@ -155,7 +155,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_half_written_file(tmp_path: Path) ->
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, stderr
     assert stderr.endswith("interrupted\n")
     # What was done is whole, for the next run to use; the rest is not there.
     assert {path.name for path in output.iterdir()} <= {"map", "cache"}

@@ -30,6 +30,7 @@ from bayesify.cli.arguments import (
     read_normalisation,
     read_where,
 )
+from bayesify.cli.interrupts import heeded_interrupts
 from bayesify.cli.options import (
     DATA,
     Augment,
@@ -62,7 +63,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         debug = bool(ctx.params.get("debug"))
-        with plain_warnings():
+        with plain_warnings(), heeded_interrupts():
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt:
