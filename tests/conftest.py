@@ -1,6 +1,7 @@
 """What all tests share: small networks of every kind, made and not trained."""
 
 import copy
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,10 @@ from bayesify.zoo import CifarResNet
 settings.register_profile("bayesify", deadline=None)
 settings.load_profile("bayesify")
 
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a compiler"
+)
+
 
 def heed_interrupts() -> None:
     """For `Popen(preexec_fn=)`: shells start background jobs deaf to Ctrl-C, tests included."""
@@ -30,6 +35,14 @@ def heed_interrupts() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def small_cnn(classes: int = 4) -> nn.Module:

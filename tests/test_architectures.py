@@ -50,10 +50,11 @@ def test_architecture(
         else:
             with pytest.warns(BayesifyWarning, match="cannot be vectorised"):
                 vectorised = bnn.predict(x, keep_draws=True)
-        torch.testing.assert_close(vectorised.draws, looped.draws, atol=1e-5, rtol=1e-5)
+        close = {"atol": 1e-5, "rtol": 1e-4}  # some are 50 layers deep
+        torch.testing.assert_close(vectorised.draws, looped.draws, **close)
         for bnn.strategy in ("folded", "stacked"):
             taped = bnn.predict(x, keep_draws=True)
-            torch.testing.assert_close(taped.draws, looped.draws, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(taped.draws, looped.draws, **close)
         assert (looped.draws.std(0) > 0).any(), "draws must differ"
 
         bnn.strategy = "looped"

@@ -8,10 +8,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesify
-from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
+from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, BayesifyWarning
 from bayesify.batches import as_inputs
-from bayesify.sampling import MOST_SHAPES, PeakMemory
-from conftest import Counting
+from bayesify.sampling import MOST_SHAPES, TAPED, PeakMemory
+from conftest import Counting, needs_compiler
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ def agree(bnn: BayesianModel, x: Any) -> None:
     assert tape_of(bnn, x) is not None
     bnn.strategy = "looped"
     looped = bnn.predict(x, keep_draws=True).draws
-    for bnn.strategy in ("folded", "stacked"):
+    for bnn.strategy in TAPED:
         torch.testing.assert_close(
             bnn.predict(x, keep_draws=True).draws, looped, atol=1e-5, rtol=1e-5
         )
@@ -136,24 +136,32 @@ def test_what_draws_share_runs_once_and_norms_are_folded() -> None:
     assert counted.calls[aten.native_batch_norm.default] == 5
 
 
-def test_rows_that_nobody_reads_are_not_computed() -> None:
-    bnn = bayesify.convert(shaken(Attending()), ABNN(members=1, draws=4))
+class Shapes(TorchDispatchMode):
+    """Notes the shapes of operations' first operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, list[tuple[int, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor):
+            self.of.setdefault(func.overloadpacket.__name__, []).append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_nobody_reads_are_not_computed(masked: bool) -> None:
+    bnn = bayesify.convert(shaken(Attending()), ABNN(members=1, draws=4), where="*")
     bnn.strategy = "folded"
-    x = torch.randn(2, 5, 8)
+    x = {"x": torch.randn(2, 5, 8)}
+    if masked:
+        x["mask"] = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     bnn.predict(x)
-    shapes = []
-
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is aten.gelu.default:
-                shapes.append(tuple(args[0].shape))
-            return func(*args, **(kwargs or {}))
-
-    with Shapes():
+    with Shapes() as shapes:
         bnn.predict(x)
-    assert shapes == [(2, 16)] * 4
+    assert shapes.of["gelu"] == [(2, 16)] * 4
+    queries = shapes.of["_scaled_dot_product_flash_attention_for_cpu"]
+    assert queries == [(2, 2, 5 if masked else 1, 4)] * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
@@ -234,7 +242,88 @@ def test_taping_takes_no_more_memory_than_running() -> None:
     assert taping.peak < 2 * plain.peak
 
 
-@pytest.mark.parametrize("strategy", ["folded", "stacked"])
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("strategy", ["parallel folded", "parallel stacked"])
+def test_parallel(strategy: str) -> None:
+    """The same to the last bit, however many threads share the draws."""
+    bnn = bayesify.convert(shaken(Residual()), ABNN(draws=6, noise=0.3))
+    bnn.strategy = strategy
+    x = torch.randn(3, 3, 8, 8)
+    agree(bnn, x)
+    assert strategy in bnn.runner.used
+    bnn.strategy = "parallel folded"
+    two = bnn.predict(x).probs
+    torch.set_num_threads(1)
+    assert torch.equal(bnn.predict(x).probs, two)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_parallel_draws_keep_to_the_budget() -> None:
+    bnn = bayesify.convert(shaken(Residual()), ABNN(draws=6))
+    x, draws = as_inputs(torch.randn(3, 3, 8, 8)), bnn.posterior.draws(0, range(6))
+    bnn.strategy = "parallel stacked"
+    with torch.no_grad():
+        needed = 3 * bnn.runner.bytes_per_example(draws, x)
+        ways = [bnn.runner.way(draws, x, budget * needed) for budget in (0, 1, 2, 3, 4, 100)]
+    found = [(way.strategy, way.workers, way.chunk) for way in ways]
+    assert found[:2] == [("stacked", 1, 1)] * 2
+    assert found[2:5] == [("parallel stacked", 2, chunk) for chunk in (1, 1, 2)]
+    assert found[5][2] <= 3
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("network", "shape"), [(Residual(inplace=True), (3, 3, 8, 8)), (Attending(), (3, 5, 8))]
+)
+def test_compiled(network: nn.Module, shape: tuple[int, ...]) -> None:
+    """Other weights are no reason to compile again."""
+    bnn = bayesify.convert(shaken(network), ABNN(members=2, draws=6, noise=0.3), where=2)
+    x = torch.randn(shape)
+    bnn.strategy = "looped"
+    looped = bnn.predict(x, keep_draws=True).draws
+    bnn.strategy = "compiled"
+    torch.testing.assert_close(bnn.predict(x, keep_draws=True).draws, looped, atol=1e-5, rtol=1e-5)
+    assert "compiled" in bnn.runner.used
+    program = tape_of(bnn, x)._program
+    assert program is not None
+    bnn.noise, bnn.strategy = 0.1, "looped"
+    weaker = bnn.predict(x, seed=1, keep_draws=True).draws
+    bnn.strategy = "compiled"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        again = bnn.predict(x, seed=1, keep_draws=True).draws
+    torch.testing.assert_close(again, weaker, atol=1e-5, rtol=1e-5)
+    assert tape_of(bnn, x)._program is program
+
+
+def test_what_cannot_be_compiled_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    bnn = bayesify.convert(shaken(Residual()), ABNN(draws=6))
+    x = torch.randn(3, 3, 8, 8)
+    bnn.strategy = "folded"
+    folded = bnn.predict(x).probs
+    bnn.strategy = "compiled"
+    with pytest.warns(BayesifyWarning, match=r"cannot be compiled \(no compiler\)"):
+        first = bnn.predict(x).probs
+    assert torch.equal(first, folded)
+    assert torch.equal(bnn.predict(x).probs, folded)
+    assert bnn.runner.used == {"folded"}
+
+
+def test_compiled_code_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda run, **_: lambda *tensors: 2 * run(*tensors))
+    bnn = bayesify.convert(shaken(Residual()), ABNN(draws=6))
+    bnn.strategy = "compiled"
+    with pytest.warns(BayesifyWarning, match="its results are others"):
+        bnn.predict(torch.randn(3, 3, 8, 8))
+    assert bnn.runner.used == {"folded"}
+
+
+@pytest.mark.parametrize("strategy", [*TAPED, "compiled"])
 @pytest.mark.filterwarnings("ignore:.*performance drop")
 def test_gradients_do_not_go_through_a_tape(strategy: str) -> None:
     bnn = bayesify.convert(shaken(Residual(inplace=True)), ABNN(draws=6))
@@ -293,7 +382,7 @@ def test_auto_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again = bayesify.convert(shaken(Residual()))
     again.predict(x)
     assert len(found) == 1
-    assert found[0] in ("folded", "stacked")
+    assert found[0] in TAPED
 
 
 @pytest.mark.filterwarnings("ignore:.*performance drop")

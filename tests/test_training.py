@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ from bayesify import (
     NonFiniteError,
     SettingError,
 )
+from bayesify.batches import Inputs
+from bayesify.outliers import Outliers
 from bayesify.posterior import key
 from bayesify.validation import collect, hold_out, seeded
 from conftest import small_cnn
@@ -310,6 +313,29 @@ PARTS = {
 }
 
 
+def test_attacks_judge_too(
+    trained: nn.Module, stripes: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that learns to tell attacks is judged by attacks, on itself as it then is."""
+    batches = [(stripes[0][:10], stripes[1][:10])]
+    bnn = bayesify.convert(trained, ATTACKED)
+    attacked: list[Tensor] = []
+    batch = Outliers.batch
+
+    def watch(self: Outliers, inputs: Inputs, seed: int, loss: Any = None) -> Inputs:
+        attacked.append(loss(inputs).detach())
+        return batch(self, inputs, seed, loss)
+
+    monkeypatch.setattr(Outliers, "batch", watch)
+    bnn.fit(batches, validation=batches, epochs=1, progress=False, **OUTLIERS)
+    # Two outliers are tried, the network and the untrained posterior judged, a step done, judged.
+    tried, network, untrained, step, judged = attacked
+    assert len(tried) < len(network)
+    torch.testing.assert_close(network, untrained)
+    torch.testing.assert_close(network, step)
+    assert not torch.allclose(judged, step)
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_accumulation_gives_the_same_update(
     trained: nn.Module, stripes: tuple[Tensor, Tensor], name: str
@@ -525,6 +551,22 @@ def test_progress_shows_loss_and_nll(
 
 
 # Mixed precision
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_mixed_precision_on_a_processor_without_it_is_said_to_be_slow(
+    bnn: bayesify.BayesianModel,
+    loader: DataLoader,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", BayesifyWarning)
+        bnn.fit(loader, validation=loader, precision="bf16", progress=False)
+    slow = [each for each in said if "Drop precision=" in str(each.message)]
+    assert len(slow) == (capability == "AVX2")
+    assert all(each.filename == __file__ for each in slow)
 
 
 def test_bf16(bnn: bayesify.BayesianModel, loader: DataLoader, validation: DataLoader) -> None:

@@ -121,6 +121,12 @@ class Gradients:
         with torch.no_grad(), self._autocast():
             self._outlier_losses(few, target[:2], self.seed, slice(0, len(few)))
 
+    def strange(self, inputs: Inputs, target: Tensor, seed: int) -> Inputs:
+        """Outliers for a batch, turned against the network as it is now if the method asks so."""
+        assert self.outliers is not None  # noqa: S101  (asked before)
+        loss = self._attacked(target) if self.outliers.steps else None
+        return self.outliers.batch(inputs, seed, loss)
+
     def split(self, inputs: Inputs) -> Split | None:
         """Trunk and rest for inputs of this kind, found out once; None if the network runs whole.
 
@@ -165,9 +171,7 @@ class Gradients:
         self, inputs: Inputs, target: Tensor, step_seed: int, mine: slice
     ) -> Tensor | None:
         """The method's loss on outliers, each run at two draws at once."""
-        assert self.outliers is not None  # noqa: S101  (asked before)
-        loss = self._attacked(target) if self.outliers.steps else None
-        strange = self.outliers.batch(inputs, step_seed, loss)
+        strange = self.strange(inputs, target, step_seed)
         size, count = len(inputs), len(strange)
         rows = slice(mine.start * count // size, mine.stop * count // size)
         if rows.start == rows.stop:

@@ -5,6 +5,7 @@ user's instance: every thread has a structural copy of its own, which shares the
 """
 
 import copy
+import math
 import threading
 import time
 import warnings
@@ -25,6 +26,7 @@ from bayesify.errors import BayesifyError, BayesifyWarning, DataError, Unsupport
 from bayesify.posterior import Draws
 from bayesify.sites import slots
 from bayesify.tape import CannotTapeError, Recorder, Tape
+from bayesify.workers import count as workers_of
 
 MEMORY_BUDGET = 1 << 30
 LARGEST_BATCH = 256
@@ -33,12 +35,17 @@ CACHE = 3 << 23
 FEW_EXAMPLES = 8
 # Draws below which finding the fastest way costs more than it wins, and by which it is found.
 WORTH_MEASURING = 4
+# Seconds of finding it out after which only what is nearly as fast is tried a second time.
+LONG_ENOUGH = 2.0
+# How much faster every core by itself has to be, to be taken.
+PARALLEL_HANDICAP = 1.1
 # Shapes of input that are taped and measured. Beyond that (texts of all lengths) shapes hardly come
 # twice, and finding out costs more than it wins.
 MOST_SHAPES = 16
 # Results of several draws are handed on together, up to this many numbers.
 TOGETHER = 1 << 16
-STRATEGIES = ("looped", "vectorised", "folded", "stacked")
+TAPED = ("folded", "stacked", "parallel folded", "parallel stacked")
+STRATEGIES = ("looped", "vectorised", *TAPED, "compiled")
 # What was found fastest in this process, so that networks of one kind are run in one way.
 FASTEST: dict[tuple[str, str, str, int, int], str] = {}
 
@@ -48,15 +55,18 @@ class Way:
     """How draws run.
 
     Args:
-        strategy: "looped" or "vectorised" calls the network; "folded" or "stacked" plays its tape,
-            for one draw after another or for several together.
+        strategy: "looped" or "vectorised" calls the network; "folded", "compiled" or "stacked"
+            plays its tape, for one draw after another or, the last, for several together.
+            "parallel ..." does so on every core for itself.
         chunk: How many draws run together.
         tape: The network's tape.
+        workers: How many threads share the draws.
     """
 
     strategy: str
     chunk: int = 1
     tape: Tape | None = None
+    workers: int = 1
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -213,7 +223,7 @@ class Runner:
         if strategy == "auto":
             together = self.shares_trunk or len(inputs) <= FEW_EXAMPLES
             strategy = "vectorised" if together else "looped"
-        elif strategy in ("folded", "stacked") and not tapes:
+        elif strategy in (*TAPED, "compiled") and not tapes:
             strategy = "looped"
         return self._within(strategy, draws, inputs, memory_budget)
 
@@ -232,20 +242,25 @@ class Runner:
 
     def _within(self, strategy: str, draws: Draws, inputs: Inputs, memory_budget: int) -> Way:
         """The way of a strategy that keeps to the budget; where it cannot go, a loop."""
-        if strategy == "looped":
-            return Way(strategy)
-        if strategy == "vectorised":
-            if not self.can_vectorise(draws, inputs):
-                return Way("looped")
+        if strategy == "vectorised" and self.can_vectorise(draws, inputs):
             return Way(strategy, self._chunk(draws, inputs, memory_budget))
-        tape = self._tape(draws, inputs)
+        calls = strategy in ("looped", "vectorised")
+        tape = None if calls else self._tape(draws, inputs)
         if tape is None:
             return Way("looped")
-        if strategy == "folded" or not tape.stacks:
-            return Way("folded", 1, tape)
-        near = CACHE // (3 * tape.widest)  # an operation's result, and two operands
-        chunk = max(2, near, FEW_EXAMPLES // len(inputs))
-        return Way(strategy, min(chunk, self._chunk(draws, inputs, memory_budget)), tape)
+        if strategy == "compiled" and self._can_compile(tape, draws, inputs):
+            return Way(strategy, 1, tape)
+        most = self._chunk(draws, inputs, memory_budget)
+        workers = workers_of(_device_type(draws)) if strategy.startswith("parallel") else 1
+        workers = min(workers, most)
+        prefix = "parallel " if workers > 1 else ""
+        if not strategy.endswith("stacked") or not tape.stacks:
+            return Way(f"{prefix}folded", 1, tape, workers)
+        near = CACHE // (3 * tape.widest * workers)  # an operation's result, and two operands
+        chunk = min(max(2, near, FEW_EXAMPLES // len(inputs)), most // workers)
+        turns = -(-_count(draws) // (chunk * workers))
+        evenly = -(-_count(draws) // (turns * workers))  # no turn with few of them at the end
+        return Way(f"{prefix}stacked", evenly, tape, workers)
 
     def _chunk(self, draws: Draws, inputs: Inputs, memory_budget: int) -> int:
         """How many draws can run together."""
@@ -255,21 +270,38 @@ class Runner:
     def _fastest(self, draws: Draws, inputs: Inputs, memory_budget: int) -> str:
         """Which strategy is, tried with a few draws."""
         taped = self._tape(draws, inputs) is not None
-        strategies = ("folded", "stacked") if taped else ("looped", "vectorised")
-        ways = {s: self._within(s, draws, inputs, memory_budget) for s in strategies}
-        most = max(WORTH_MEASURING, *(way.chunk for way in ways.values()))
+        strategies = TAPED if taped else ("looped", "vectorised")
+        tried = (self._within(s, draws, inputs, memory_budget) for s in strategies)
+        ways = {way.strategy: way for way in tried}
+        most = max(WORTH_MEASURING, *(way.chunk * way.workers for way in ways.values()))
         few = {name: value[:most] for name, value in draws.items()}
-        seconds = {}
-        for strategy, way in ways.items():
-            started = time.perf_counter()
-            for _ in self._run(way, few, inputs):
-                pass
-            seconds[strategy] = time.perf_counter() - started
-        return min(seconds, key=lambda strategy: seconds[strategy])
+        seconds = dict.fromkeys(ways, math.inf)
+        begun = time.perf_counter()
+        for turn in range(3):  # the first time, kernels and memory are not at hand yet
+            for strategy, way in ways.items():
+                started = time.perf_counter()
+                for _ in self._run(way, few, inputs):
+                    pass
+                seconds[strategy] = min(seconds[strategy], time.perf_counter() - started)
+            if time.perf_counter() - begun > LONG_ENOUGH:
+                if turn:
+                    break
+                best = min(seconds.values())
+                ways = {s: way for s, way in ways.items() if seconds[s] < 1.5 * best}
+        # What the caller does between predictions keeps all cores busy for a while longer.
+        handicap = {s: PARALLEL_HANDICAP if s.startswith("parallel") else 1.0 for s in seconds}
+        return min(seconds, key=lambda strategy: seconds[strategy] * handicap[strategy])
 
     def _run(self, way: Way, draws: Draws, inputs: Inputs) -> Iterator[Tensor]:
         if way.tape is not None:
-            yield from way.tape.play(draws, inputs, self.shared(), chunk=way.chunk)
+            yield from way.tape.play(
+                draws,
+                inputs,
+                self.shared(),
+                chunk=way.chunk,
+                workers=way.workers,
+                compiled=way.strategy == "compiled",
+            )
             return
         for start in range(0, _count(draws), way.chunk):
             part = {name: value[start : start + way.chunk] for name, value in draws.items()}
@@ -293,6 +325,28 @@ class Runner:
             except (CannotTapeError, RuntimeError, TypeError, ValueError):
                 self._tapes[situation] = None  # what is wrong with the inputs, a loop will say
         return self._tapes[situation]
+
+    def _can_compile(self, tape: Tape, draws: Draws, inputs: Inputs) -> bool:
+        """Whether a tape runs compiled, tried once; if it does not, this is said."""
+        if tape.compiles is None:
+            way, failure = Way("compiled", 1, tape), "its results are others"
+            one = {name: value[:1] for name, value in draws.items()}
+            try:
+                with torch.no_grad():
+                    list(self._run(way, one, inputs))
+                tape.compiles = self._agrees(way, draws, inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # there is no compiler, for instance
+                tape.compiles, failure = False, str(error).strip().splitlines()[0][:200]
+            if not tape.compiles:
+                warnings.warn(
+                    f"{type(self.replicas.network).__name__} cannot be compiled ({failure}): draws "
+                    f"run as they do with the strategy 'folded', with the same results.",
+                    BayesifyWarning,
+                    stacklevel=2,
+                )
+        return tape.compiles
 
     def _record(self, draws: Draws, inputs: Inputs) -> Tape:
         # Of its own: what a network may store away as it runs here is no ordinary tensor.

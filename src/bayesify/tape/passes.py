@@ -110,6 +110,58 @@ def one_row(
     return [pick(number) for number in others] + backwards[::-1], next(numbers)
 
 
+def one_query(
+    steps: list[Step], shapes: Sequence[torch.Size], slots: int
+) -> tuple[list[Step], int]:
+    """Where one row of what attention returns is all that is read, asks with that row alone.
+
+    Returns the steps and the number of slots they use.
+    """
+    readers = Counter(number for step in steps for number in step.reads())
+    makers = {number: step for step in steps for number in step.results}
+    new: dict[int, list[Step]] = {}
+
+    def maker(step: Step) -> Step:
+        """What made the first operand, if nobody else reads that; otherwise the step itself."""
+        number = step.places[0][1] if step.places else -1
+        return makers.get(number, step) if readers[number] == 1 else step
+
+    for step in steps:
+        merged = maker(step)
+        turned = maker(merged)
+        attended = maker(turned)
+        if not (
+            step.function is aten.select.int
+            and step.args[1] == 1
+            and step.args[2] >= 0
+            and merged.function is aten.reshape.default
+            and turned.function is aten.transpose.int
+            and turned.args[1:] == (1, 2)
+            and _attends_to_all(attended)
+            and len(shapes[attended.results[0]]) == 4
+        ):
+            continue
+        batch, heads, rows, width = shapes[attended.results[0]]
+        if merged.args[1] != [batch, rows, heads * width]:
+            continue
+        row = step.args[2]
+        query = (attended.args[0], 2, row, row + 1)
+        asking = Step(aten.slice.Tensor, query, {}, [slots], attended.random, alike=False)
+        with_it = replace(attended, args=(Slot(slots), *attended.args[1:]), alike=False)
+        new[id(attended)] = [asking, with_it]
+        new[id(merged)] = [replace(merged, args=(merged.args[0], [batch, 1, heads * width]))]
+        new[id(step)] = [replace(step, args=(step.args[0], 1, 0))]
+        slots += 1
+    return [each for step in steps for each in new.get(id(step), [step])], slots
+
+
+def _attends_to_all(step: Step) -> bool:
+    """Whether it is attention without a mask, so that a query's answer depends on no other."""
+    if step.function is not aten.scaled_dot_product_attention.default or len(step.args) > 3:
+        return False
+    return step.kwargs.get("attn_mask") is None and not step.kwargs.get("is_causal")
+
+
 def _picks_row(step: Step, shapes: Sequence[torch.Size]) -> bool:
     return (
         step.function is aten.select.int

@@ -1,6 +1,6 @@
 """A tape, and how it is played."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,9 @@ from torch.func import vmap
 
 from bayesify.batches import Inputs
 from bayesify.posterior import Draws
-from bayesify.tape.passes import affine, fold_norms, free, one_row, overwrite
+from bayesify.tape.passes import affine, fold_norms, free, one_query, one_row, overwrite
 from bayesify.tape.steps import Slot, Step, filled, scaled
+from bayesify.workers import in_parallel
 
 # Weights of the trunk that are kept with the norms behind them folded in; beyond, each is for as
 # long as it takes to run it, so that there is no copy of a large network.
@@ -31,9 +32,11 @@ class Tape:
     Attributes:
         widest: Bytes of the largest result that each draw has of its own.
         stacks: Whether draws can run together; found out by who made the tape.
+        compiles: Whether what each draw runs can be compiled; None if nobody tried.
     """
 
     stacks = False
+    compiles: bool | None = None
 
     def __init__(
         self,
@@ -49,9 +52,11 @@ class Tape:
         self._inputs = inputs
         self._result = result
         steps, slots = one_row(steps, shapes, inputs, result)
+        steps, slots = one_query(steps, shapes, slots)
         steps, self._norms = fold_norms(steps, slots)
         self._slots = slots + 2 * len(self._norms)
         self._kept: dict[int, Tensor] = {}
+        self._program: Callable[..., Tensor] | None = None
         trunk = [conv for conv, _ in self._norms if not conv.random]
         if sum(shapes[conv.args[1].number].numel() for conv in trunk) <= KEPT:
             for conv in trunk:
@@ -61,12 +66,20 @@ class Tape:
         self._branch = [step for step in steps if step.random]
         made = [shapes[n] for step in self._branch for n in step.results if n < len(shapes)]
         self.widest = 4 * max(1, *(shape.numel() for shape in made))
-        outside = {n for step in self._branch for n in step.reads()}
-        free(self._trunk, {result} | outside)
-        free(self._branch, {result} | outside - {n for s in self._branch for n in s.results})
+        read = {n for step in self._branch for n in step.reads()}
+        self._outside = read - {n for step in self._branch for n in step.results}
+        free(self._trunk, {result} | read)
+        free(self._branch, {result} | self._outside)
 
     def play(
-        self, draws: Draws, inputs: Inputs, shared: Mapping[str, Tensor], *, chunk: int = 1
+        self,
+        draws: Draws,
+        inputs: Inputs,
+        shared: Mapping[str, Tensor],
+        *,
+        chunk: int = 1,
+        workers: int = 1,
+        compiled: bool = False,
     ) -> Iterator[Tensor]:
         """Runs all draws on the same inputs.
 
@@ -75,29 +88,53 @@ class Tape:
             inputs: Of the shape that was taped.
             shared: Tensors that all draws have in common.
             chunk: How many draws run together.
+            workers: Threads that share the draws, each on one core; 1 for the caller's alone, which
+                parts operations among all cores.
+            compiled: Whether a draw runs as compiled code, which is made the first time.
 
         Yields:
             Outputs of consecutive draws, stacked `[s, B, ...]`.
         """
         start, stacks = self._start(draws, inputs, shared)
 
-        def branch(draw: Mapping[int, Tensor], *, fold: bool = False) -> Tensor:
-            values = list(start)
-            for number, tensor in draw.items():
-                values[number] = tensor
-            for step in self._branch:
-                step.run(values, fold=fold)
-            result: Tensor = values[self._result]
-            return result
+        def run(draw: Mapping[int, Tensor]) -> Tensor:
+            if chunk > 1:
+                together = vmap(lambda each: self._run_branch(start, each, fold=False))
+                return together(draw).contiguous()
+            one = {number: stack[0] for number, stack in draw.items()}
+            if compiled:
+                return self._run_compiled(start, one).unsqueeze(0)
+            return self._run_branch(start, one, fold=True).unsqueeze(0).contiguous()
 
-        parts = {number: stack.split(chunk) for number, stack in stacks.items()}
-        for index in range(len(next(iter(parts.values())))):
-            part = {number: stacked[index] for number, stacked in parts.items()}
-            if chunk == 1:
-                one = branch({number: stack[0] for number, stack in part.items()}, fold=True)
-                yield one.unsqueeze(0).contiguous()
-            else:
-                yield vmap(branch)(part).contiguous()
+        split = {number: stack.split(chunk) for number, stack in stacks.items()}
+        parts = [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]
+        yield from in_parallel(run, parts, workers) if workers > 1 else map(run, parts)
+
+    def _run_branch(
+        self, start: Sequence[Any], draw: Mapping[int, Tensor], *, fold: bool
+    ) -> Tensor:
+        values = list(start)
+        for number, tensor in draw.items():
+            values[number] = tensor
+        for step in self._branch:
+            step.run(values, fold=fold)
+        result: Tensor = values[self._result]
+        return result
+
+    def _run_compiled(self, start: Sequence[Any], draw: Mapping[int, Tensor]) -> Tensor:
+        numbers = sorted(self._outside | draw.keys())
+        tensors = [draw.get(number, start[number]) for number in numbers]
+
+        def run(*tensors: Tensor) -> Tensor:
+            values = dict(zip(numbers, tensors, strict=True))
+            return self._run_branch([None] * self._slots, values, fold=True)
+
+        if self._program is None:
+            from torch.fx.experimental.proxy_tensor import make_fx
+
+            # Of the operations alone, so that no call has to look whether a step has changed.
+            self._program = torch.compile(make_fx(run)(*tensors), dynamic=False)
+        return self._program(*tensors)
 
     def _start(
         self, draws: Draws, inputs: Inputs, shared: Mapping[str, Tensor]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 from torch.utils._pytree import tree_iter, tree_map
 
 aten = torch.ops.aten
@@ -151,4 +152,35 @@ class _Attention(torch.autograd.Function):
         return result.unflatten(0, (size, -1)), 0
 
 
-_TOGETHER = {aten.scaled_dot_product_attention.default: _attend}
+def _transform(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer, whose draws join its batch under vmap."""
+    result: Tensor = _Linear.apply(x, weight, bias)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """torch's vmap rule multiplies first and then adds the bias in another pass."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return aten.linear.default(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: draws run together in prediction alone."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """Folds the draws into the batch, unless each has weights of its own."""
+        if in_dims[1:] != (None, None):
+            return vmap(aten.linear.default, in_dims)(x, weight, bias), 0
+        together = x.movedim(in_dims[0], 0)
+        if x.ndim < 3:
+            return aten.linear.default(together, weight, bias), 0
+        result = aten.linear.default(together.flatten(0, 1), weight, bias)
+        return result.unflatten(0, (info.batch_size, -1)), 0
+
+
+_TOGETHER = {aten.scaled_dot_product_attention.default: _attend, aten.linear.default: _transform}
