@@ -400,8 +400,11 @@ def test_ctrl_c_in_a_finaliser_is_not_lost() -> None:
     def finalise() -> None:
         raise KeyboardInterrupt
 
-    held = Held()
-    weakref.finalize(held, finalise)
-    with pytest.raises(KeyboardInterrupt), heeded_interrupts():
+    def stop() -> None:
+        held = Held()
+        weakref.finalize(held, finalise)
         del held  # Python ignores the exception here
         time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt), heeded_interrupts():
+        stop()
