@@ -37,14 +37,6 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def small_cnn(classes: int = 4) -> nn.Module:
     torch.manual_seed(1)
     network = nn.Sequential(

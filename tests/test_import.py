@@ -14,7 +14,7 @@ HEAVY = [
 
 # What stands higher never imports what stands lower, at the top of a file.
 ORDER = [
-    "errors", "files", "heap", "workers", "sites", "operations", "gates", "posterior",
+    "errors", "files", "heap", "sites", "operations", "gates", "posterior",
     "methods.method", "methods.abnn", "methods.bayes_adapter", "methods.ibnn",
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace",
@@ -36,7 +36,7 @@ ORDER = [
     "evaluation.contract", "evaluation.verdict", "evaluation.page",
     "evaluation.answers", "evaluation.comparison",
     "io", "identity", "trials", "compare", "zoo", "data", "table", "demo",
-    "cli.options", "cli.printing", "cli.arguments", "cli",
+    "cli.interrupts", "cli.options", "cli.printing", "cli.arguments", "cli",
 ]  # fmt: skip
 
 

@@ -8,9 +8,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bayesify
-from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, BayesifyWarning
+from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, BayesifyWarning, sampling
 from bayesify.batches import as_inputs
 from bayesify.sampling import MOST_SHAPES, TAPED, PeakMemory
+from bayesify.tape import Tape
 from conftest import Counting, needs_compiler
 
 aten = torch.ops.aten
@@ -242,33 +243,21 @@ def test_taping_takes_no_more_memory_than_running() -> None:
     assert taping.peak < 2 * plain.peak
 
 
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("strategy", ["parallel folded", "parallel stacked"])
-def test_parallel(strategy: str) -> None:
-    """The same to the last bit, however many threads share the draws."""
-    bnn = bayesify.convert(shaken(Residual()), ABNN(draws=6, noise=0.3))
-    bnn.strategy = strategy
-    x = torch.randn(3, 3, 8, 8)
-    agree(bnn, x)
-    assert strategy in bnn.runner.used
-    bnn.strategy = "parallel folded"
-    two = bnn.predict(x).probs
-    torch.set_num_threads(1)
-    assert torch.equal(bnn.predict(x).probs, two)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_parallel_draws_keep_to_the_budget() -> None:
+@pytest.mark.parametrize(("examples", "tried"), [(8, True), (9, False)])
+def test_draws_that_are_too_large_are_not_tried_together(
+    monkeypatch: pytest.MonkeyPatch, examples: int, tried: bool
+) -> None:
+    """Two of them would take twice the memory, where one keeps the processor busy."""
+    monkeypatch.setattr(sampling, "CACHE", 1)
+    monkeypatch.setattr(sampling, "FASTEST", {})
     bnn = bayesify.convert(shaken(Residual()), ABNN(draws=6))
-    x, draws = as_inputs(torch.randn(3, 3, 8, 8)), bnn.posterior.draws(0, range(6))
-    bnn.strategy = "parallel stacked"
-    with torch.no_grad():
-        needed = 3 * bnn.runner.bytes_per_example(draws, x)
-        ways = [bnn.runner.way(draws, x, budget * needed) for budget in (0, 1, 2, 3, 4, 100)]
-    found = [(way.strategy, way.workers, way.chunk) for way in ways]
-    assert found[:2] == [("stacked", 1, 1)] * 2
-    assert found[2:5] == [("parallel stacked", 2, chunk) for chunk in (1, 1, 2)]
-    assert found[5][2] <= 3
+    x = torch.randn(examples, 3, 8, 8)
+    bnn.predict(x, batch_size=examples)
+    tape = tape_of(bnn, x)
+    assert isinstance(tape, Tape)
+    assert (tape.stacks is not None) == tried
+    if not tried:
+        assert bnn.runner.used == {"folded"}
 
 
 @needs_compiler

@@ -167,10 +167,9 @@ class BayesianModel(nn.Module):
         """How draws run; all ways give the same to rounding.
 
         "looped" calls the network for one draw after another, "vectorised" for all at once.
-        "folded" and "stacked" do so with its tape: see `bayesify.tape`. "parallel folded" and
-        "parallel stacked" give every core draws of its own. "auto", the default, takes what is
-        fastest, measured once for each shape of input. "compiled" is "folded" by `torch.compile`,
-        which takes seconds to minutes for each shape and is never taken unasked.
+        "folded" and "stacked" do so with its tape: see `bayesify.tape`. "auto", the default, takes
+        what is fastest, measured once for each shape of input. "compiled" is "folded" by
+        `torch.compile`, which takes seconds to minutes for each shape and is never taken unasked.
         """
         return self.runner.strategy
 

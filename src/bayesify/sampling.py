@@ -26,7 +26,6 @@ from bayesify.errors import BayesifyError, BayesifyWarning, DataError, Unsupport
 from bayesify.posterior import Draws
 from bayesify.sites import slots
 from bayesify.tape import CannotTapeError, Recorder, Tape
-from bayesify.workers import count as workers_of
 
 MEMORY_BUDGET = 1 << 30
 LARGEST_BATCH = 256
@@ -37,14 +36,12 @@ FEW_EXAMPLES = 8
 WORTH_MEASURING = 4
 # Seconds of finding it out after which only what is nearly as fast is tried a second time.
 LONG_ENOUGH = 2.0
-# How much faster every core by itself has to be, to be taken.
-PARALLEL_HANDICAP = 1.1
 # Shapes of input that are taped and measured. Beyond that (texts of all lengths) shapes hardly come
 # twice, and finding out costs more than it wins.
 MOST_SHAPES = 16
 # Results of several draws are handed on together, up to this many numbers.
 TOGETHER = 1 << 16
-TAPED = ("folded", "stacked", "parallel folded", "parallel stacked")
+TAPED = ("folded", "stacked")
 STRATEGIES = ("looped", "vectorised", *TAPED, "compiled")
 # What was found fastest in this process, so that networks of one kind are run in one way.
 FASTEST: dict[tuple[str, str, str, int, int], str] = {}
@@ -57,16 +54,13 @@ class Way:
     Args:
         strategy: "looped" or "vectorised" calls the network; "folded", "compiled" or "stacked"
             plays its tape, for one draw after another or, the last, for several together.
-            "parallel ..." does so on every core for itself.
         chunk: How many draws run together.
         tape: The network's tape.
-        workers: How many threads share the draws.
     """
 
     strategy: str
     chunk: int = 1
     tape: Tape | None = None
-    workers: int = 1
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -250,17 +244,13 @@ class Runner:
             return Way("looped")
         if strategy == "compiled" and self._can_compile(tape, draws, inputs):
             return Way(strategy, 1, tape)
-        most = self._chunk(draws, inputs, memory_budget)
-        workers = workers_of(_device_type(draws)) if strategy.startswith("parallel") else 1
-        workers = min(workers, most)
-        prefix = "parallel " if workers > 1 else ""
-        if not strategy.endswith("stacked") or not tape.stacks:
-            return Way(f"{prefix}folded", 1, tape, workers)
-        near = CACHE // (3 * tape.widest * workers)  # an operation's result, and two operands
-        chunk = min(max(2, near, FEW_EXAMPLES // len(inputs)), most // workers)
-        turns = -(-_count(draws) // (chunk * workers))
-        evenly = -(-_count(draws) // (turns * workers))  # no turn with few of them at the end
-        return Way(f"{prefix}stacked", evenly, tape, workers)
+        if strategy != "stacked" or not self._can_stack(tape, draws, inputs):
+            return Way("folded", 1, tape)
+        chunk = max(2, _near(tape), FEW_EXAMPLES // len(inputs))
+        chunk = min(chunk, self._chunk(draws, inputs, memory_budget))
+        turns = -(-_count(draws) // chunk)
+        evenly = -(-_count(draws) // turns)  # no turn with few of them at the end
+        return Way("stacked", evenly, tape)
 
     def _chunk(self, draws: Draws, inputs: Inputs, memory_budget: int) -> int:
         """How many draws can run together."""
@@ -269,11 +259,13 @@ class Runner:
 
     def _fastest(self, draws: Draws, inputs: Inputs, memory_budget: int) -> str:
         """Which strategy is, tried with a few draws."""
-        taped = self._tape(draws, inputs) is not None
-        strategies = TAPED if taped else ("looped", "vectorised")
+        tape = self._tape(draws, inputs)
+        if tape is not None and len(inputs) > FEW_EXAMPLES and _near(tape) < WORTH_MEASURING:
+            return "folded"  # a few large ones together only take more memory
+        strategies = ("looped", "vectorised") if tape is None else TAPED
         tried = (self._within(s, draws, inputs, memory_budget) for s in strategies)
         ways = {way.strategy: way for way in tried}
-        most = max(WORTH_MEASURING, *(way.chunk * way.workers for way in ways.values()))
+        most = max(WORTH_MEASURING, *(way.chunk for way in ways.values()))
         few = {name: value[:most] for name, value in draws.items()}
         seconds = dict.fromkeys(ways, math.inf)
         begun = time.perf_counter()
@@ -284,13 +276,11 @@ class Runner:
                     pass
                 seconds[strategy] = min(seconds[strategy], time.perf_counter() - started)
             if time.perf_counter() - begun > LONG_ENOUGH:
-                if turn:
-                    break
                 best = min(seconds.values())
                 ways = {s: way for s, way in ways.items() if seconds[s] < 1.5 * best}
-        # What the caller does between predictions keeps all cores busy for a while longer.
-        handicap = {s: PARALLEL_HANDICAP if s.startswith("parallel") else 1.0 for s in seconds}
-        return min(seconds, key=lambda strategy: seconds[strategy] * handicap[strategy])
+                if turn or len(ways) == 1:
+                    break
+        return min(seconds, key=lambda strategy: seconds[strategy])
 
     def _run(self, way: Way, draws: Draws, inputs: Inputs) -> Iterator[Tensor]:
         if way.tape is not None:
@@ -299,7 +289,6 @@ class Runner:
                 inputs,
                 self.shared(),
                 chunk=way.chunk,
-                workers=way.workers,
                 compiled=way.strategy == "compiled",
             )
             return
@@ -318,13 +307,18 @@ class Runner:
             try:
                 tape = self._record(draws, inputs)
                 good = self._agrees(Way("folded", 1, tape), draws, inputs)
-                tape.stacks = good and self._agrees(Way("stacked", 2, tape), draws, inputs)
                 self._tapes[situation] = tape if good else None
             except torch.OutOfMemoryError:
                 raise
             except (CannotTapeError, RuntimeError, TypeError, ValueError):
                 self._tapes[situation] = None  # what is wrong with the inputs, a loop will say
         return self._tapes[situation]
+
+    def _can_stack(self, tape: Tape, draws: Draws, inputs: Inputs) -> bool:
+        """Whether a tape runs several draws together, tried once."""
+        if tape.stacks is None:
+            tape.stacks = self._agrees(Way("stacked", 2, tape), draws, inputs)
+        return tape.stacks
 
     def _can_compile(self, tape: Tape, draws: Draws, inputs: Inputs) -> bool:
         """Whether a tape runs compiled, tried once; if it does not, this is said."""
@@ -542,6 +536,11 @@ def _altered(tensor: Tensor) -> Tensor:
 def _count(draws: Mapping[str, Tensor]) -> int:
     """How many draws; where no tensor is random, one says all."""
     return len(next(iter(draws.values()))) if draws else 1
+
+
+def _near(tape: Tape) -> int:
+    """How many draws stay near the processor together: their widest result, and two operands."""
+    return CACHE // (3 * tape.widest)
 
 
 def _device_type(draws: Mapping[str, Tensor]) -> str:

@@ -11,7 +11,6 @@ from bayesify.batches import Inputs
 from bayesify.posterior import Draws
 from bayesify.tape.passes import affine, fold_norms, free, one_query, one_row, overwrite
 from bayesify.tape.steps import Slot, Step, filled, scaled
-from bayesify.workers import in_parallel
 
 # Weights of the trunk that are kept with the norms behind them folded in; beyond, each is for as
 # long as it takes to run it, so that there is no copy of a large network.
@@ -31,11 +30,11 @@ class Tape:
 
     Attributes:
         widest: Bytes of the largest result that each draw has of its own.
-        stacks: Whether draws can run together; found out by who made the tape.
+        stacks: Whether draws can run together; None if nobody tried.
         compiles: Whether what each draw runs can be compiled; None if nobody tried.
     """
 
-    stacks = False
+    stacks: bool | None = None
     compiles: bool | None = None
 
     def __init__(
@@ -78,7 +77,6 @@ class Tape:
         shared: Mapping[str, Tensor],
         *,
         chunk: int = 1,
-        workers: int = 1,
         compiled: bool = False,
     ) -> Iterator[Tensor]:
         """Runs all draws on the same inputs.
@@ -88,8 +86,6 @@ class Tape:
             inputs: Of the shape that was taped.
             shared: Tensors that all draws have in common.
             chunk: How many draws run together.
-            workers: Threads that share the draws, each on one core; 1 for the caller's alone, which
-                parts operations among all cores.
             compiled: Whether a draw runs as compiled code, which is made the first time.
 
         Yields:
@@ -108,7 +104,7 @@ class Tape:
 
         split = {number: stack.split(chunk) for number, stack in stacks.items()}
         parts = [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]
-        yield from in_parallel(run, parts, workers) if workers > 1 else map(run, parts)
+        yield from map(run, parts)
 
     def _run_branch(
         self, start: Sequence[Any], draw: Mapping[int, Tensor], *, fold: bool
