@@ -406,5 +406,9 @@ def test_ctrl_c_in_a_finaliser_is_not_lost() -> None:
         del held  # Python ignores the exception here
         time.sleep(5)
 
-    with pytest.raises(KeyboardInterrupt), heeded_interrupts():
-        stop()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    try:
+        with pytest.raises(KeyboardInterrupt), heeded_interrupts():
+            stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
