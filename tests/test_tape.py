@@ -11,10 +11,15 @@ import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, BayesifyWarning, sampling
 from bayesify.batches import as_inputs
 from bayesify.sampling import MOST_SHAPES, TAPED, PeakMemory
-from bayesify.tape import Tape
+from bayesify.tape import Tape, kernels
 from conftest import Counting, needs_compiler
 
-aten = torch.ops.aten
+aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
+CONVOLUTIONS = [
+    aten.convolution.default,
+    mkldnn._convolution_pointwise.default,
+    mkldnn._convolution_pointwise_.binary,
+]
 
 
 class Residual(nn.Module):
@@ -133,8 +138,70 @@ def test_what_draws_share_runs_once_and_norms_are_folded() -> None:
         bnn.predict(x)
     # Stem and first convolution once, the second for each draw, the first norm behind the first
     # convolution for each draw, the others nowhere.
-    assert counted.calls[aten.convolution.default] == 2 + 5
+    assert sum(counted.calls[each] for each in CONVOLUTIONS) == 2 + 5
     assert counted.calls[aten.native_batch_norm.default] == 5
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_convolutions_add_and_clip(inplace: bool) -> None:
+    bnn = bayesify.convert(shaken(Residual(inplace=inplace)), ABNN(members=1, draws=5), where="*")
+    bnn.strategy = "folded"
+    x = torch.randn(2, 3, 8, 8)
+    bnn.predict(x)
+    with Counting() as counted:
+        bnn.predict(x)
+    assert counted.calls[mkldnn._convolution_pointwise.default] == 5
+    assert counted.calls[mkldnn._convolution_pointwise_.binary] == 5
+    # All draws share the stem's convolution, but not its norm.
+    assert counted.calls[aten.relu.default] + counted.calls[aten.relu_.default] == 5
+
+
+class Unusual(nn.Module):
+    """What stands behind its convolutions must not be done by them, or not at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(6))
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = [self.norms[0](self.convs[0](x))]  # read again after its activation
+        y.append(self.norms[1](self.convs[1](functional.silu(y[0]))))
+        y.append(self.norms[2](self.convs[2](y[1] + y[0])))
+        before = self.norms[3](self.convs[3](y[2]))
+        functional.relu_(y[2])  # the convolution has read it by now
+        y.append(functional.hardswish(before + y[2]))
+        y.append(self.norms[4](self.convs[4](y[3])) + y[3].mean((2, 3), keepdim=True))
+        last = self.norms[5](self.convs[5](y[4]))
+        y[4] += last  # into the other
+        return self.head((torch.add(y[4], last, alpha=2.0) + y[3]).mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_what_stands_behind_a_convolution_in_unusual_ways(method: bayesify.Method) -> None:
+    network = shaken(Unusual())
+    agree(bayesify.convert(network, method), torch.randn(3, 3, 8, 8))
+    # One small image has fewer numbers than a layer has weights.
+    agree(bayesify.convert(network, method), torch.randn(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("how", ["not in this torch", "switched off", "no memory to spare"])
+def test_without_kernels_of_onednn(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "not in this torch":
+        monkeypatch.setattr(kernels, "FUSES", False)
+    elif how == "no memory to spare":
+        monkeypatch.setattr(sampling, "MEMORY_BUDGET", 1)
+    on = how != "switched off"
+    with torch.backends.mkldnn.flags(enabled=on, allow_tf32=None), Counting() as counted:
+        agree(bayesify.convert(shaken(Residual()), METHODS[0]), torch.randn(1, 3, 8, 8))
+        agree(bayesify.convert(shaken(Attending()), METHODS[0]), torch.randn(1, 5, 8))
+    if how == "no memory to spare":
+        assert counted.calls[mkldnn._linear_pointwise.default] > 0
+        assert counted.calls[mkldnn._reorder_linear_weight.default] == 0
+    else:
+        assert not any("mkldnn::" in str(called.name()) for called in counted.calls)
 
 
 class Shapes(TorchDispatchMode):
@@ -160,7 +227,8 @@ def test_rows_that_nobody_reads_are_not_computed(masked: bool) -> None:
     bnn.predict(x)
     with Shapes() as shapes:
         bnn.predict(x)
-    assert shapes.of["gelu"] == [(2, 16)] * 4
+    assert shapes.of["_linear_pointwise"].count((2, 16)) == 4
+    assert (2, 5, 16) not in shapes.of["_linear_pointwise"]
     queries = shapes.of["_scaled_dot_product_flash_attention_for_cpu"]
     assert queries == [(2, 2, 5 if masked else 1, 4)] * 4
 

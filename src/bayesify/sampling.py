@@ -34,8 +34,9 @@ CACHE = 3 << 23
 FEW_EXAMPLES = 8
 # Draws below which finding the fastest way costs more than it wins, and by which it is found.
 WORTH_MEASURING = 4
-# Seconds of finding it out after which only what is nearly as fast is tried a second time.
-LONG_ENOUGH = 2.0
+# How often each way is tried at least, and seconds of trying until which it is tried more often;
+# and beyond which only what is nearly as fast is tried a second time.
+TURNS, SHORT, LONG_ENOUGH = 3, 0.4, 2.0
 # Shapes of input that are taped and measured. Beyond that (texts of all lengths) shapes hardly come
 # twice, and finding out costs more than it wins.
 MOST_SHAPES = 16
@@ -56,11 +57,13 @@ class Way:
             plays its tape, for one draw after another or, the last, for several together.
         chunk: How many draws run together.
         tape: The network's tape.
+        spare: Bytes that may go into making it faster.
     """
 
     strategy: str
     chunk: int = 1
     tape: Tape | None = None
+    spare: int = 0
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -245,7 +248,7 @@ class Runner:
         if strategy == "compiled" and self._can_compile(tape, draws, inputs):
             return Way(strategy, 1, tape)
         if strategy != "stacked" or not self._can_stack(tape, draws, inputs):
-            return Way("folded", 1, tape)
+            return Way("folded", 1, tape, memory_budget // 4)
         chunk = max(2, _near(tape), FEW_EXAMPLES // len(inputs))
         chunk = min(chunk, self._chunk(draws, inputs, memory_budget))
         turns = -(-_count(draws) // chunk)
@@ -269,7 +272,8 @@ class Runner:
         few = {name: value[:most] for name, value in draws.items()}
         seconds = dict.fromkeys(ways, math.inf)
         begun = time.perf_counter()
-        for turn in range(3):  # the first time, kernels and memory are not at hand yet
+        turn = 0
+        while turn < TURNS or time.perf_counter() - begun < SHORT:
             for strategy, way in ways.items():
                 started = time.perf_counter()
                 for _ in self._run(way, few, inputs):
@@ -280,6 +284,7 @@ class Runner:
                 ways = {s: way for s, way in ways.items() if seconds[s] < 1.5 * best}
                 if turn or len(ways) == 1:
                     break
+            turn += 1  # the first time, kernels and memory are not at hand yet
         return min(seconds, key=lambda strategy: seconds[strategy])
 
     def _run(self, way: Way, draws: Draws, inputs: Inputs) -> Iterator[Tensor]:
@@ -290,6 +295,7 @@ class Runner:
                 self.shared(),
                 chunk=way.chunk,
                 compiled=way.strategy == "compiled",
+                spare=way.spare,
             )
             return
         for start in range(0, _count(draws), way.chunk):
@@ -539,8 +545,11 @@ def _count(draws: Mapping[str, Tensor]) -> int:
 
 
 def _near(tape: Tape) -> int:
-    """How many draws stay near the processor together: their widest result, and two operands."""
-    return CACHE // (3 * tape.widest)
+    """How many draws stay near the processor together, filling half of what there is.
+
+    Each has its widest result and two operands.
+    """
+    return CACHE // (6 * tape.widest)
 
 
 def _device_type(draws: Mapping[str, Tensor]) -> str:

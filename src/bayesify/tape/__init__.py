@@ -12,7 +12,8 @@ for other inputs and comparing (see `sampling.Runner`).
 """
 
 from bayesify.tape.cutting import Cut
-from bayesify.tape.playing import Tape, channels_last
+from bayesify.tape.kernels import channels_last
+from bayesify.tape.playing import Tape
 from bayesify.tape.recording import CannotTapeError, Recorder
 
 __all__ = ["CannotTapeError", "Cut", "Recorder", "Tape", "channels_last"]

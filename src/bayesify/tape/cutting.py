@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesify.tape.kernels import aten
 from bayesify.tape.passes import BATCH_NORM, affine, free
-from bayesify.tape.steps import Step, aten
+from bayesify.tape.steps import Step
 
 # Rows of a sequence beyond which all pairs of them are too many to be held in memory.
 LONG = 512

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesify.tape.steps import Slot, Step, aten
+from bayesify.tape.kernels import ACTIVATIONS, aten
+from bayesify.tape.steps import Slot, Step
 
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 BATCH_NORM = aten.batch_norm.default
@@ -25,8 +26,8 @@ BY_ROW = (
     aten.add.Tensor,
     aten.mul.Tensor,
 )
-# What writes its result into new memory, and keeps no other view of it.
-FRESH = (*CONVOLUTIONS, BATCH_NORM, aten.linear.default, *IN_PLACE)
+# What writes its result into new memory, or over its first operand, and keeps no other view of it.
+FRESH = (*CONVOLUTIONS, BATCH_NORM, aten.linear.default, *IN_PLACE, *IN_PLACE.values())
 
 
 def fold_norms(steps: list[Step], slots: int) -> tuple[list[Step], list[tuple[Step, Step]]]:
@@ -66,6 +67,64 @@ def affine(bias: Tensor | None, norm: Sequence[Any]) -> tuple[Tensor, Tensor]:
     scale = scale if gamma is None else gamma * scale
     shift = (-mean if bias is None else bias - mean) * scale
     return scale, shift if beta is None else shift + beta
+
+
+def fuse(steps: list[Step], shapes: Sequence[torch.Size], result: int) -> list[Step]:
+    """Lets convolutions do the addition and the activation behind them, linear layers the latter.
+
+    They then run where the last of these stood. Returns other steps: draws that run
+    together need those that there were.
+    """
+    fused: list[Step | None] = [replace(step) for step in steps]
+    for place in range(len(fused)):
+        here = place
+        while (maker := fused[here]) is not None and (end := _next_reader(fused, here)) is not None:
+            taken = _with_behind(maker, fused[end], shapes)
+            old, later = maker.results[0], [step for step in fused[end + 1 :] if step is not None]
+            needed = old == result or any(old in step.reads() for step in later)
+            if taken is None or (taken.results[0] != old and needed):
+                break
+            fused[here], fused[end] = None, taken
+            here = end
+    return [step for step in fused if step is not None]
+
+
+def _next_reader(steps: Sequence[Step | None], place: int) -> int | None:
+    """Who first reads what a step made, if all that it reads itself is still the same there."""
+    maker = steps[place]
+    if maker is None or maker.function not in (aten.conv2d.default, aten.linear.default):
+        return None
+    for end in range(place + 1, len(steps)):
+        step = steps[end]
+        if step is not None and maker.results[0] in step.reads():
+            return end
+        if step is not None and step.function._schema.is_mutable:
+            return None
+    return None
+
+
+def _with_behind(maker: Step, step: Step | None, shapes: Sequence[torch.Size]) -> Step | None:
+    """A convolution or linear layer with the step behind it taken in, if it can do that."""
+    if step is None or maker.then or step.random != maker.random or not step.alike:
+        return None
+    if step.function in ACTIVATIONS and step.kwargs in ({}, {"approximate": "none"}):
+        return replace(maker, results=step.results, then=step.function)
+    if maker.function is aten.linear.default or maker.other is not None:
+        return None
+    other = _added(maker.results[0], step, shapes)
+    return None if other is None else replace(maker, results=step.results, other=other)
+
+
+def _added(own: int, step: Step, shapes: Sequence[torch.Size]) -> int | None:
+    """What a step adds to the tensor in a slot, number by number, if that is all it does."""
+    if step.function not in (aten.add.Tensor, aten.add_.Tensor) or step.kwargs:
+        return None
+    read = step.reads()
+    if len(set(read)) != 2 or max(read) >= len(shapes) or shapes[read[0]] != shapes[read[1]]:
+        return None
+    if step.function is aten.add_.Tensor and read[0] != own:
+        return None  # it writes over the other
+    return read[1] if read[0] == own else read[0]
 
 
 def one_row(
@@ -190,20 +249,24 @@ def overwrite(steps: list[Step], result: int) -> None:
     last = {number: index for index, step in enumerate(steps) for number in step.reads()}
     makers = {number: step for step in steps for number in step.results}
     looked_at = {n for step in steps if step.function not in FRESH for n in step.reads()}
-    for index, step in enumerate(steps):
-        if step.function not in IN_PLACE or not step.alike:
-            continue
-        number = step.args[0].number
-        made = makers.get(number)
-        if (
+
+    def may_go(number: int, index: int) -> bool:
+        """Whether a step may write over the tensor in this slot."""
+        step, made = steps[index], makers.get(number)
+        return (
             made is not None
-            and made.function in (*FRESH, *IN_PLACE.values())
+            and made.function in FRESH
             and made.random == step.random
             and last[number] == index
             and number not in looked_at
             and number != result
             and step.reads().count(number) == 1
-        ):
+        )
+
+    for index, step in enumerate(steps):
+        if step.other is not None:
+            step.over = may_go(step.other, index)
+        elif step.function in IN_PLACE and step.alike and may_go(step.args[0].number, index):
             step.function = IN_PLACE[step.function]
 
 

@@ -1,6 +1,7 @@
 """A tape, and how it is played."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch.func import vmap
 
 from bayesify.batches import Inputs
 from bayesify.posterior import Draws
-from bayesify.tape.passes import affine, fold_norms, free, one_query, one_row, overwrite
-from bayesify.tape.steps import Slot, Step, filled, scaled
+from bayesify.tape.kernels import aten, can_fuse, channels_last, is_heavy, linear, pack, scaled
+from bayesify.tape.passes import affine, fold_norms, free, fuse, one_query, one_row, overwrite
+from bayesify.tape.steps import Slot, Step, filled
 
 # Weights of the trunk that are kept with the norms behind them folded in; beyond, each is for as
 # long as it takes to run it, so that there is no copy of a large network.
@@ -60,15 +62,26 @@ class Tape:
         if sum(shapes[conv.args[1].number].numel() for conv in trunk) <= KEPT:
             for conv in trunk:
                 conv.folded = True
-        overwrite(steps, result)
-        self._trunk = [step for step in steps if not step.random]
+        alone = fuse(steps, shapes, result)
+        for each in (alone, steps):
+            overwrite(each, result)
+        self._trunk = [step for step in alone if not step.random]
         self._branch = [step for step in steps if step.random]
+        self._alone = [step for step in alone if step.random]
         made = [shapes[n] for step in self._branch for n in step.results if n < len(shapes)]
         self.widest = 4 * max(1, *(shape.numel() for shape in made))
         read = {n for step in self._branch for n in step.reads()}
         self._outside = read - {n for step in self._branch for n in step.results}
         free(self._trunk, {result} | read)
-        free(self._branch, {result} | self._outside)
+        for each in (self._branch, self._alone):
+            free(each, {result} | self._outside)
+        self._shapes = shapes
+        for step in alone:
+            if step.random and _has_weights(step) and step.args[0].number < len(shapes):
+                step.ordered = self._slots
+                self._slots += 1
+            if step.function is aten.linear.default:
+                step.function, step.then = partial(linear, then=step.then), None
 
     def play(
         self,
@@ -78,6 +91,7 @@ class Tape:
         *,
         chunk: int = 1,
         compiled: bool = False,
+        spare: int = 0,
     ) -> Iterator[Tensor]:
         """Runs all draws on the same inputs.
 
@@ -87,6 +101,7 @@ class Tape:
             shared: Tensors that all draws have in common.
             chunk: How many draws run together.
             compiled: Whether a draw runs as compiled code, which is made the first time.
+            spare: Bytes that may go into making single draws faster.
 
         Yields:
             Outputs of consecutive draws, stacked `[s, B, ...]`.
@@ -95,24 +110,34 @@ class Tape:
 
         def run(draw: Mapping[int, Tensor]) -> Tensor:
             if chunk > 1:
-                together = vmap(lambda each: self._run_branch(start, each, fold=False))
+                together = vmap(lambda each: self._run(self._branch, start, each, fold=False))
                 return together(draw).contiguous()
             one = {number: stack[0] for number, stack in draw.items()}
             if compiled:
                 return self._run_compiled(start, one).unsqueeze(0)
-            return self._run_branch(start, one, fold=True).unsqueeze(0).contiguous()
+            return self._run(self._alone, start, one).unsqueeze(0).contiguous()
 
-        split = {number: stack.split(chunk) for number, stack in stacks.items()}
-        parts = [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]
-        yield from map(run, parts)
+        if chunk == 1 and not compiled:
+            self._order(start, stacks, spare)
+        read = {number: stack for number, stack in stacks.items() if number in self._outside}
+        count = len(next(iter(read.values())))
+        for first in range(0, count, chunk):
+            whole = chunk >= count
+            last = first + chunk
+            yield run(read if whole else {n: stack[first:last] for n, stack in read.items()})
 
-    def _run_branch(
-        self, start: Sequence[Any], draw: Mapping[int, Tensor], *, fold: bool
+    def _run(
+        self,
+        steps: Sequence[Step],
+        start: Sequence[Any],
+        draw: Mapping[int, Tensor],
+        *,
+        fold: bool = True,
     ) -> Tensor:
         values = list(start)
         for number, tensor in draw.items():
             values[number] = tensor
-        for step in self._branch:
+        for step in steps:
             step.run(values, fold=fold)
         result: Tensor = values[self._result]
         return result
@@ -123,7 +148,7 @@ class Tape:
 
         def run(*tensors: Tensor) -> Tensor:
             values = dict(zip(numbers, tensors, strict=True))
-            return self._run_branch([None] * self._slots, values, fold=True)
+            return self._run(self._branch, [None] * self._slots, values)
 
         if self._program is None:
             from torch.fx.experimental.proxy_tensor import make_fx
@@ -131,6 +156,18 @@ class Tape:
             # Of the operations alone, so that no call has to look whether a step has changed.
             self._program = torch.compile(make_fx(run)(*tensors), dynamic=False)
         return self._program(*tensors)
+
+    def _order(self, start: list[Any], stacks: Mapping[int, Tensor], spare: int) -> None:
+        """Orders weights once for all draws that run alone, so far as there is memory to spare."""
+        for step in self._alone:
+            if step.ordered is None or step.args[1].number in stacks:
+                continue
+            weight, x = start[step.args[1].number], self._shapes[step.args[0].number]
+            if weight is None or weight.nbytes > spare or not can_fuse(weight):
+                continue
+            spare -= weight.nbytes
+            packs = is_heavy(weight.shape, x) or weight.ndim == 2
+            start[step.ordered] = pack(weight, x, step.args[3:]) if packs else channels_last(weight)
 
     def _start(
         self, draws: Draws, inputs: Inputs, shared: Mapping[str, Tensor]
@@ -168,6 +205,8 @@ class Tape:
             scale, shift = affine(bias, given)
             if conv.folded:
                 scale = scaled(filled(conv.args[1], values), scale)
+                if can_fuse(scale) and scale.ndim == 4:
+                    scale = pack(scale, self._shapes[conv.args[0].number], conv.args[3:])
                 target = folded
             target[conv.affine[0]], target[conv.affine[1]] = scale, shift
         if folded and not shared:
@@ -176,8 +215,7 @@ class Tape:
             values[number] = tensor
 
 
-def channels_last(tensor: Tensor) -> Tensor:
-    """Images in the order in which convolutions are fastest."""
-    if tensor.ndim == 4 and tensor.is_floating_point():
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor
+def _has_weights(step: Step) -> bool:
+    """Whether it is a linear layer, or a convolution of images with its norm."""
+    convolves = step.function is aten.conv2d.default and bool(step.affine)
+    return convolves or step.function is aten.linear.default

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from bayesify.tape.cutting import Cut
+from bayesify.tape.kernels import aten
 from bayesify.tape.playing import Tape
-from bayesify.tape.steps import Slot, Step, aten
+from bayesify.tape.steps import Slot, Step
 
 MARK = "_bayesify_slot"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_iter, tree_map
 
-aten = torch.ops.aten
+from bayesify.tape.kernels import aten, convolve, linear
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Step:
         alike: Whether it returns one tensor of the kind and shape of its first argument.
         affine: Slots of the scale and shift by which a convolution does a batch norm's work too.
         folded: Whether these hold a weight and bias that do it already.
+        ordered: Slot of its weights in the order in which they are fastest.
+        other: Slot of what a convolution adds to its result.
+        over: Whether it may write its result over that.
+        then: Activation that a convolution does last.
         last_uses: Slots that nobody reads after it.
     """
 
@@ -43,6 +47,10 @@ class Step:
     alike: bool
     affine: tuple[int, ...] = ()
     folded: bool = False
+    ordered: int | None = None
+    other: int | None = None
+    over: bool = False
+    then: Any = None
     last_uses: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -53,7 +61,8 @@ class Step:
 
     def reads(self) -> list[int]:
         """The slots of its arguments."""
-        return [*self._reads, *self.affine]
+        other = () if self.other is None else (self.other,)
+        return [*self._reads, *self.affine, *other]
 
     def run(self, values: list[Any], *, fold: bool = True) -> None:
         """Runs it, and frees what nobody reads after it.
@@ -69,13 +78,13 @@ class Step:
         else:
             for place, number in self.places:
                 args[place] = values[number]
-        if not self.affine:
+        if self.ordered is not None and values[self.ordered] is not None:
+            args[1] = values[self.ordered]
+        if not (self.affine or self.then or self.other is not None):
             function = self.function if fold else _TOGETHER.get(self.function, self.function)
             result = function(*args, **kwargs)
-        elif self.folded:
-            result = self.function(args[0], *(values[n] for n in self.affine), *args[3:])
         else:
-            result = _convolve(self.function, args, *(values[n] for n in self.affine), fold=fold)
+            result = self._convolve(args, values, fold=fold)
         if len(self.results) == 1:
             values[self.results[0]] = result
         else:
@@ -84,6 +93,21 @@ class Step:
         for number in self.last_uses:
             values[number] = None
 
+    def _convolve(self, args: list[Any], values: list[Any], *, fold: bool) -> Tensor:
+        affine = [values[number] for number in self.affine]
+        if self.folded:
+            args, affine = [args[0], *affine, *args[3:]], []
+        other = None if self.other is None else values[self.other]
+        return convolve(
+            self.function,
+            args,
+            (affine[0], affine[1]) if affine else None,
+            fold=fold,
+            other=other,
+            over=self.over,
+            then=self.then,
+        )
+
 
 def filled(value: Any, values: Sequence[Any], stacks: Mapping[int, Tensor] | None = None) -> Any:
     """What stands in an argument, if it is a slot; all draws' if each has its own."""
@@ -91,21 +115,6 @@ def filled(value: Any, values: Sequence[Any], stacks: Mapping[int, Tensor] | Non
         return value
     stacked = (stacks or {}).get(value.number)
     return values[value.number] if stacked is None else stacked
-
-
-def scaled(weight: Tensor, scale: Tensor) -> Tensor:
-    """A convolution's weight with its results' scale taken in."""
-    return weight * scale.view(-1, *[1] * (weight.ndim - 1))
-
-
-def _convolve(function: Any, args: list[Any], scale: Tensor, shift: Tensor, *, fold: bool) -> Any:
-    """A convolution and the batch norm behind it."""
-    x, weight, _, *rest = args if len(args) > 2 else [*args, None]
-    if fold and weight.numel() <= x.numel():  # the smaller of the two is scaled
-        return function(x, scaled(weight, scale), shift, *rest)
-    positions = [1] * (weight.ndim - 2)
-    result = function(x, weight, None, *rest)
-    return torch.addcmul(shift.view(-1, *positions), result, scale.view(-1, *positions))
 
 
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
@@ -163,7 +172,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return aten.linear.default(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -178,8 +187,8 @@ class _Linear(torch.autograd.Function):
             return vmap(aten.linear.default, in_dims)(x, weight, bias), 0
         together = x.movedim(in_dims[0], 0)
         if x.ndim < 3:
-            return aten.linear.default(together, weight, bias), 0
-        result = aten.linear.default(together.flatten(0, 1), weight, bias)
+            return linear(together, weight, bias), 0
+        result = linear(together.flatten(0, 1), weight, bias)
         return result.unflatten(0, (info.batch_size, -1)), 0
 
 
