@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from bayesify.heap import CHOSEN, KEPT, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, MOST, kept_heap
+from bayesify.heap import CHOSEN, KEPT, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, MOST, kept_heap, settle
 
 
 class Libc:
@@ -26,11 +26,19 @@ def libc(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: found)
     for name in CHOSEN:
         monkeypatch.delenv(name, raising=False)
-    return found
+    settle.cache_clear()
+    yield found
+    settle.cache_clear()
+
+
+def test_settled_once(libc):
+    for _ in range(2):
+        assert settle() is libc
+    assert libc.calls == [(M_MMAP_THRESHOLD, MOST), (M_TRIM_THRESHOLD, 2 * MOST)]
 
 
 def test_kept_while_it_runs_and_given_back_after_an_error(libc):
-    kept = [(M_MMAP_THRESHOLD, MOST), (M_TRIM_THRESHOLD, KEPT)]
+    kept = [(M_MMAP_THRESHOLD, MOST), (M_TRIM_THRESHOLD, 2 * MOST), (M_TRIM_THRESHOLD, KEPT)]
 
     def work() -> None:
         with kept_heap():
@@ -50,7 +58,7 @@ def test_thresholds_that_somebody_chose_are_left_alone(libc, monkeypatch, name):
     assert libc.calls == []
 
 
-def test_other_c_libraries_are_left_alone(monkeypatch):
+def test_other_c_libraries_are_left_alone(libc, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     with kept_heap():
         pass

@@ -156,6 +156,16 @@ def test_convolutions_add_and_clip(inplace: bool) -> None:
     assert counted.calls[aten.relu.default] + counted.calls[aten.relu_.default] == 5
 
 
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardswish, nn.GELU, nn.Tanh])
+@pytest.mark.parametrize("adds", [False, True])
+def test_activations(act: type[nn.Module], adds: bool) -> None:
+    network = Residual()
+    network.act = act()
+    if not adds:
+        network.norm2 = nn.Sequential(network.norm2, act())
+    agree(bayesify.convert(shaken(network), ABNN(noise=0.3), where="*"), torch.randn(2, 3, 8, 8))
+
+
 class Unusual(nn.Module):
     """What stands behind its convolutions must not be done by them, or not at once."""
 
@@ -196,7 +206,7 @@ def test_without_kernels_of_onednn(how: str, monkeypatch: pytest.MonkeyPatch) ->
     on = how != "switched off"
     with torch.backends.mkldnn.flags(enabled=on, allow_tf32=None), Counting() as counted:
         agree(bayesify.convert(shaken(Residual()), METHODS[0]), torch.randn(1, 3, 8, 8))
-        agree(bayesify.convert(shaken(Attending()), METHODS[0]), torch.randn(1, 5, 8))
+        agree(bayesify.convert(shaken(Attending()), METHODS[0]), torch.randn(16, 5, 8))
     if how == "no memory to spare":
         assert counted.calls[mkldnn._linear_pointwise.default] > 0
         assert counted.calls[mkldnn._reorder_linear_weight.default] == 0
@@ -221,16 +231,16 @@ class Shapes(TorchDispatchMode):
 def test_rows_that_nobody_reads_are_not_computed(masked: bool) -> None:
     bnn = bayesify.convert(shaken(Attending()), ABNN(members=1, draws=4), where="*")
     bnn.strategy = "folded"
-    x = {"x": torch.randn(2, 5, 8)}
+    x = {"x": torch.randn(64, 5, 8)}
     if masked:
-        x["mask"] = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+        x["mask"] = torch.ones(64, 1, 5, 5, dtype=torch.bool)
     bnn.predict(x)
     with Shapes() as shapes:
         bnn.predict(x)
-    assert shapes.of["_linear_pointwise"].count((2, 16)) == 4
-    assert (2, 5, 16) not in shapes.of["_linear_pointwise"]
+    assert shapes.of["_linear_pointwise"].count((64, 16)) == 4
+    assert (64, 5, 16) not in shapes.of["_linear_pointwise"]
     queries = shapes.of["_scaled_dot_product_flash_attention_for_cpu"]
-    assert queries == [(2, 2, 5 if masked else 1, 4)] * 4
+    assert queries == [(64, 2, 5 if masked else 1, 4)] * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be vectorised")

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from bayesify.batches import Inputs
 from bayesify.errors import BayesifyError, BayesifyWarning, DataError, UnsupportedNetworkError
+from bayesify.heap import settle
 from bayesify.posterior import Draws
 from bayesify.sites import slots
 from bayesify.tape import CannotTapeError, Recorder, Tape
@@ -349,6 +350,7 @@ class Runner:
         return tape.compiles
 
     def _record(self, draws: Draws, inputs: Inputs) -> Tape:
+        settle()
         # Of its own: what a network may store away as it runs here is no ordinary tensor.
         network = private_copy(self.replicas.network)
         inputs = inputs.map(Tensor.detach)
@@ -545,11 +547,8 @@ def _count(draws: Mapping[str, Tensor]) -> int:
 
 
 def _near(tape: Tape) -> int:
-    """How many draws stay near the processor together, filling half of what there is.
-
-    Each has its widest result and two operands.
-    """
-    return CACHE // (6 * tape.widest)
+    """How many draws stay near the processor together: their widest result, operands, and room."""
+    return CACHE // (5 * tape.widest)
 
 
 def _device_type(draws: Mapping[str, Tensor]) -> str:

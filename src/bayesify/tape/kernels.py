@@ -10,23 +10,30 @@ aten = torch.ops.aten
 # oneDNN's convolution adds and clips what it has just computed, which saves reading it again, and
 # keeps weights in an order of its own. torch.compile stands on these operations too, but they have
 # no public name.
-FUSES = (
-    torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
-    and hasattr(torch.ops.mkldnn, "_convolution_pointwise_")
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    and hasattr(torch.ops.mkldnn, "_reorder_convolution_weight")
+mkldnn = torch.ops.mkldnn
+FUSES = torch.backends.mkldnn.is_available() and all(
+    hasattr(mkldnn, name)
+    for name in (
+        "_convolution_pointwise",
+        "_convolution_pointwise_",
+        "_linear_pointwise",
+        "_reorder_convolution_weight",
+        "_reorder_linear_weight",
+    )
 )
-# What it can do last, and what it calls that.
+# What it can do last, what it calls that, and by which algorithm it does it.
 ACTIVATIONS = {
-    aten.relu.default: "relu",
-    aten.relu_.default: "relu",
-    aten.silu.default: "swish",
-    aten.silu_.default: "swish",
-    aten.hardswish.default: "hardswish",
-    aten.hardswish_.default: "hardswish",
-    aten.gelu.default: "gelu",
+    aten.relu.default: ("relu", ""),
+    aten.relu_.default: ("relu", ""),
+    aten.silu.default: ("swish", ""),
+    aten.silu_.default: ("swish", ""),
+    aten.hardswish.default: ("hardswish", ""),
+    aten.hardswish_.default: ("hardswish", ""),
+    aten.gelu.default: ("gelu", "none"),
 }
+NOTHING = ("none", "")
+# Rows below which bringing a linear layer's weights into its order costs more than it wins.
+ROWS = 64
 
 
 def convolve(
@@ -86,10 +93,10 @@ def scaled(weight: Tensor, scale: Tensor) -> Tensor:
 def pack(weight: Tensor, x: torch.Size, rest: Sequence[Any]) -> Tensor:
     """Weights of a convolution or linear layer in oneDNN's own order for inputs of this shape."""
     if weight.ndim == 2:
-        ordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, x[:-1].numel())
+        ordered: Tensor = mkldnn._reorder_linear_weight(weight, x[:-1].numel())
         return ordered
     stride, padding, dilation, groups = _geometry(rest)
-    packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
+    packed: Tensor = mkldnn._reorder_convolution_weight(
         channels_last(weight), padding, stride, dilation, groups, list(x)
     )
     return packed
@@ -105,13 +112,11 @@ def channels_last(tensor: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, then: Any = None) -> Tensor:
     """A linear layer and an activation, one of `ACTIVATIONS`, if there is any.
 
-    MKL, which torch takes for it, is a fifth slower on processors of AMD.
+    MKL, which torch takes for it, was a fifth slower on the processor that we tried, of AMD.
     """
-    if can_fuse(x) and weight.dtype is x.dtype:
-        name = ACTIVATIONS.get(then, "none")
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x, weight, bias, name, [], "none" if name == "gelu" else ""
-        )
+    if can_fuse(x) and weight.dtype is x.dtype and x.shape[:-1].numel() >= ROWS:
+        name, algorithm = ACTIVATIONS.get(then, NOTHING)
+        result: Tensor = mkldnn._linear_pointwise.default(x, weight, bias, name, [], algorithm)
         return result
     result = aten.linear.default(x, weight, bias)
     return then(result) if then else result
@@ -134,13 +139,14 @@ def _convolve(
 ) -> Tensor:
     stride, padding, dilation, groups = _geometry(rest)
     settings = (weight, bias, padding, stride, dilation, groups)
-    name = ACTIVATIONS.get(then)
-    mkldnn = torch.ops.mkldnn
-    result: Tensor = (
-        mkldnn._convolution_pointwise.default(x, *settings, name or "none", [], "")
-        if other is None
-        else mkldnn._convolution_pointwise_.binary(other, x, *settings, "add", 1.0, name, [], "")
-    )
+    name, algorithm = ACTIVATIONS.get(then, NOTHING)
+    result: Tensor
+    if other is None:
+        result = mkldnn._convolution_pointwise.default(x, *settings, name, [], algorithm)
+    else:
+        result = mkldnn._convolution_pointwise_.binary(
+            other, x, *settings, "add", 1.0, name if then else None, [], algorithm
+        )
     return result
 
 

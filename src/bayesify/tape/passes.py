@@ -107,7 +107,9 @@ def _with_behind(maker: Step, step: Step | None, shapes: Sequence[torch.Size]) -
     """A convolution or linear layer with the step behind it taken in, if it can do that."""
     if step is None or maker.then or step.random != maker.random or not step.alike:
         return None
-    if step.function in ACTIVATIONS and step.kwargs in ({}, {"approximate": "none"}):
+    after_adding = maker.other is None or step.function in (aten.relu.default, aten.relu_.default)
+    exact = step.kwargs in ({}, {"approximate": "none"})
+    if step.function in ACTIVATIONS and exact and after_adding:
         return replace(maker, results=step.results, then=step.function)
     if maker.function is aten.linear.default or maker.other is not None:
         return None

@@ -10,7 +10,16 @@ from torch.func import vmap
 
 from bayesify.batches import Inputs
 from bayesify.posterior import Draws
-from bayesify.tape.kernels import aten, can_fuse, channels_last, is_heavy, linear, pack, scaled
+from bayesify.tape.kernels import (
+    ROWS,
+    aten,
+    can_fuse,
+    channels_last,
+    is_heavy,
+    linear,
+    pack,
+    scaled,
+)
 from bayesify.tape.passes import affine, fold_norms, free, fuse, one_query, one_row, overwrite
 from bayesify.tape.steps import Slot, Step, filled
 
@@ -77,7 +86,7 @@ class Tape:
             free(each, {result} | self._outside)
         self._shapes = shapes
         for step in alone:
-            if step.random and _has_weights(step) and step.args[0].number < len(shapes):
+            if step.random and _is_worth_ordering(step, shapes):
                 step.ordered = self._slots
                 self._slots += 1
             if step.function is aten.linear.default:
@@ -215,7 +224,9 @@ class Tape:
             values[number] = tensor
 
 
-def _has_weights(step: Step) -> bool:
-    """Whether it is a linear layer, or a convolution of images with its norm."""
-    convolves = step.function is aten.conv2d.default and bool(step.affine)
-    return convolves or step.function is aten.linear.default
+def _is_worth_ordering(step: Step, shapes: Sequence[torch.Size]) -> bool:
+    """Whether a step has weights that are faster in another order."""
+    if step.function is aten.conv2d.default:
+        return bool(step.affine)
+    number = step.args[0].number if step.function is aten.linear.default else len(shapes)
+    return number < len(shapes) and shapes[number][:-1].numel() >= ROWS
