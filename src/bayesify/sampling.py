@@ -250,7 +250,7 @@ class Runner:
             return Way(strategy, 1, tape)
         if strategy != "stacked" or not self._can_stack(tape, draws, inputs):
             return Way("folded", 1, tape, memory_budget // 4)
-        chunk = max(2, _near(tape), FEW_EXAMPLES // len(inputs))
+        chunk = max(2, _near(tape), 2 * FEW_EXAMPLES // len(inputs))
         chunk = min(chunk, self._chunk(draws, inputs, memory_budget))
         turns = -(-_count(draws) // chunk)
         evenly = -(-_count(draws) // turns)  # no turn with few of them at the end
@@ -547,8 +547,8 @@ def _count(draws: Mapping[str, Tensor]) -> int:
 
 
 def _near(tape: Tape) -> int:
-    """How many draws stay near the processor together: their widest result, operands, and room."""
-    return CACHE // (5 * tape.widest)
+    """How many draws stay near the processor together: their widest result, and two operands."""
+    return CACHE // (3 * tape.widest)
 
 
 def _device_type(draws: Mapping[str, Tensor]) -> str:
