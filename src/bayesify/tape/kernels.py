@@ -34,6 +34,9 @@ ACTIVATIONS = {
 NOTHING = ("none", "")
 # Rows below which bringing a linear layer's weights into its order costs more than it wins.
 ROWS = 64
+# Weights for a number of the input beyond which bringing them into order is most of the work: that
+# is quicker for images that are not channels-last.
+MUCH = 8
 
 
 def convolve(
@@ -70,6 +73,8 @@ def convolve(
         result = _convolve(x, weight, bias, rest, *((other, then) if at_once else ()))
         if at_once:
             return result
+    elif fold and weight.ndim == 4 and weight.numel() > MUCH * x.numel():
+        result = channels_last(function(x.contiguous(), weight, bias, *rest))
     else:
         result = function(x, weight, bias, *rest)
     if scale is not None and shift is not None:
