@@ -11,7 +11,7 @@ import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, BayesifyWarning, sampling
 from bayesify.batches import as_inputs
 from bayesify.sampling import MOST_SHAPES, TAPED, PeakMemory
-from bayesify.tape import Tape, kernels
+from bayesify.tape import Tape, kernels, playing
 from conftest import Counting, needs_compiler
 
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
@@ -195,6 +195,13 @@ def test_what_stands_behind_a_convolution_in_unusual_ways(method: bayesify.Metho
     agree(bayesify.convert(network, method), torch.randn(3, 3, 8, 8))
     # One small image has fewer numbers than a layer has weights.
     agree(bayesify.convert(network, method), torch.randn(1, 3, 4, 4))
+
+
+def test_weights_that_outweigh_their_inputs_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing, "KEPT", 0)  # as if the network were large
+    network, x = shaken(Unusual()), torch.randn(1, 3, 2, 2)
+    assert network.convs[0].weight.numel() > kernels.MUCH * 8 * 2 * 2
+    agree(bayesify.convert(network, ABNN(noise=0.3), where="norms.5.*"), x)
 
 
 @pytest.mark.parametrize("how", ["not in this torch", "switched off", "no memory to spare"])
