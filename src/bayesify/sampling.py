@@ -350,7 +350,7 @@ class Runner:
         return tape.compiles
 
     def _record(self, draws: Draws, inputs: Inputs) -> Tape:
-        settle()
+        settle()  # the heap, whose memory all that is played takes and frees again
         # Of its own: what a network may store away as it runs here is no ordinary tensor.
         network = private_copy(self.replicas.network)
         inputs = inputs.map(Tensor.detach)
