@@ -148,8 +148,10 @@ def draw(file: Path) -> None:
                     row["cost"], row[measured], marker="s" if plain else "o",
                     color="#D55E00" if plain else "#0072B2",
                 )  # fmt: skip
+                right = row["cost"] > 4  # there is room on the left only
                 ax.annotate(
-                    part.partition(",")[0], (row["cost"], row[measured]), (5, 3),
+                    part.partition(",")[0], (row["cost"], row[measured]),
+                    (-6 if right else 5, -11 if plain else 3), ha="right" if right else "left",
                     textcoords="offset points", fontsize=8,
                 )  # fmt: skip
             ax.set(xlabel="cost of 12 draws (plain forwards)", ylabel=label, xscale="log")
