@@ -221,6 +221,19 @@ def test_without_kernels_of_onednn(how: str, monkeypatch: pytest.MonkeyPatch) ->
         assert not any("mkldnn::" in str(called.name()) for called in counted.calls)
 
 
+def test_memory_of_packed_weights_is_measured() -> None:
+    bnn = bayesify.convert(shaken(Attending()), ABNN(members=1, draws=4), where="*")
+    x = torch.randn(64, 5, 8)
+    bnn.strategy = "folded"
+    bnn.predict(x)
+    packed = sum(layer.weight.nbytes for layer in (bnn.network.qkv, bnn.network.out))
+    with PeakMemory() as memory:
+        bnn.predict(x)
+    with PeakMemory() as without:
+        bnn.predict(x, batch_size=64, memory_budget=1)
+    assert memory.peak >= without.peak + packed // 2
+
+
 class Shapes(TorchDispatchMode):
     """Notes the shapes of operations' first operands."""
 

@@ -495,25 +495,33 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = {t.untyped_storage()._cdata for t in tree_iter(args) if isinstance(t, Tensor)}
+        known = {_memory(t)[1] for t in tree_iter(args) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in known and storage._cdata not in self._seen:
-                    self._hold(storage)
+                memory, key = _memory(tensor)
+                if key not in known and key not in self._seen:
+                    self._hold(memory, key)
         return result
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self._seen.add(storage._cdata)
+    def _hold(self, memory: Tensor | torch.UntypedStorage, key: int) -> None:
+        size = memory.nbytes if isinstance(memory, Tensor) else memory.nbytes()
+        self._seen.add(key)
         self._now += size
         self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._release, storage._cdata, size)
+        weakref.finalize(memory, self._release, key, size)
 
-    def _release(self, cdata: int, size: int) -> None:
-        self._seen.discard(cdata)
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
         self._now -= size
+
+
+def _memory(tensor: Tensor) -> tuple[Tensor | torch.UntypedStorage, int]:
+    """What holds a tensor's memory, and a number for it; packed weights have it to themselves."""
+    if tensor.is_mkldnn:
+        return tensor, id(tensor)
+    storage = tensor.untyped_storage()
+    return storage, storage._cdata
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
