@@ -131,7 +131,7 @@ def in_turn(
         "turns": len(base),
     }
     for name, own in times.items():
-        ratios = [mine / base for mine, base in zip(own, base, strict=True)]
+        ratios = [mine / one for mine, one in zip(own, base, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         found[name] = {"ratio": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
     return found

@@ -73,7 +73,7 @@ def convolve(
         result = _convolve(x, weight, bias, rest, *((other, then) if at_once else ()))
         if at_once:
             return result
-    elif fold and weight.ndim == 4 and weight.numel() > MUCH * x.numel():
+    elif fold and can_fuse(x) and weight.ndim == 4 and weight.numel() > MUCH * x.numel():
         result = channels_last(function(x.contiguous(), weight, bias, *rest))
     else:
         result = function(x, weight, bias, *rest)
