@@ -14,7 +14,8 @@ HEAVY = [
 
 # What stands higher never imports what stands lower, at the top of a file.
 ORDER = [
-    "errors", "files", "heap", "sites", "operations", "gates", "posterior",
+    "errors", "files", "heap", "memory", "sites", "replicas", "rows", "operations", "gates",
+    "posterior",
     "methods.method", "methods.abnn", "methods.bayes_adapter", "methods.ibnn",
     "methods.network", "methods.mean_field_vi", "methods.dropout", "methods.augmentation",
     "methods.ensemble", "methods.swag", "methods.curvature", "methods.laplace",

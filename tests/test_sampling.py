@@ -8,7 +8,9 @@ from torch import Tensor, nn
 import bayesify
 from bayesify import ABNN, BayesifyWarning, DataError, UnsupportedNetworkError, WrongNetworkError
 from bayesify.batches import as_inputs
-from bayesify.sampling import STRATEGIES, PeakMemory, Runner, private_copy
+from bayesify.memory import PeakMemory
+from bayesify.replicas import private_copy
+from bayesify.sampling import STRATEGIES, Runner
 from conftest import needs_compiler, small_cnn
 
 EAGER = [strategy for strategy in STRATEGIES if strategy != "compiled"]

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel, BayesifyWarning, sampling
 from bayesify.batches import as_inputs
-from bayesify.sampling import MOST_SHAPES, TAPED, PeakMemory
+from bayesify.memory import PeakMemory
+from bayesify.sampling import MOST_SHAPES, TAPED
 from bayesify.tape import Tape, kernels, playing
 from conftest import Counting, needs_compiler
 

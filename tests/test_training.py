@@ -231,9 +231,10 @@ def test_groups(bnn: bayesify.BayesianModel, loader: DataLoader, groups: int | N
 
 def test_a_network_without_vmap_rule_trains_by_groups() -> None:
     data = TensorDataset(torch.randn(60, 4, 6), torch.randint(0, 5, (60,)))
-    bnn = bayesify.convert(Recurrent().eval(), ABNN(members=2, draws=4))
+    bnn = bayesify.convert(Recurrent().eval(), BayesAdapter(draws=4))
     with pytest.warns(BayesifyWarning, match="cannot be vectorised over examples"):
-        bnn.fit(DataLoader(data, 10), validation=DataLoader(data, 10), progress=False)
+        result = bnn.fit(DataLoader(data, 10), validation=DataLoader(data, 10), progress=False)
+    assert result.groups == 4
 
 
 def test_gradients_are_those_of_the_papers_loss(

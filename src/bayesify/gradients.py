@@ -19,8 +19,10 @@ from bayesify.batches import Inputs
 from bayesify.errors import DataError
 from bayesify.gates import GATE
 from bayesify.outliers import Outliers
-from bayesify.posterior import fresh_normals, key
+from bayesify.posterior import Draws, fresh_normals, key
+from bayesify.rows import Rows
 from bayesify.sampling import MOST_SHAPES, Runner
+from bayesify.sites import NORM, Site
 from bayesify.trunk import Rest, Split, is_plain, split
 
 if TYPE_CHECKING:
@@ -230,7 +232,8 @@ class Gradients:
             own(self.method.component(turn, count)), {n: own(value) for n, value in noise.items()}
         )
         if exemplar and self.by_rows.get(inputs[:1].describe()):
-            return self._frozen_for_one(runner, inputs).plain(draws, inputs.map(_channels_last))
+            with Rows():
+                return self._frozen_for_one(runner, inputs).plain(draws, inputs.map(_channels_last))
         if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
             return self._frozen_for_one(runner, inputs).paired(draws, apart).flatten(0, 1)
@@ -261,7 +264,7 @@ class Gradients:
             with torch.no_grad():
                 draws = self.model.posterior.in_training().draws(self.seed, range(2))
             with torch.autocast(self.model.device.type, enabled=False):
-                rows = self._runs_by_rows(inputs)
+                rows = self._runs_by_rows(draws, inputs)
             several = len(inputs) > 1
             if several:
                 self.by_rows[kind] = rows
@@ -272,25 +275,26 @@ class Gradients:
         return self.groups is None
 
     @torch.no_grad()
-    def _runs_by_rows(self, inputs: Inputs) -> bool:
-        """Whether gates with a row for each example do what a loop over the examples does.
+    def _runs_by_rows(self, draws: Draws, inputs: Inputs) -> bool:
+        """Whether gates and norms with a row for each example do what a loop over them does.
 
         Then a batch runs as one, which is faster than vmap, and can have statistics of its own.
         """
-        sites, few = self.model.sites, inputs[:3]
-        if len(few) < 2 or any(site.name.rpartition(".")[2] != GATE for site in sites):
+        few = inputs[:3]
+        if len(few) < 2 or not all(map(_can_have_rows, self.model.sites)):
             return False
         random = torch.Generator().manual_seed(0)
-        gates = {
-            site.name: 0.5 + torch.rand(len(few), *site.shape, generator=random) for site in sites
+        rows = {
+            name: 0.5 + torch.rand(len(few), *value.shape[1:], generator=random).to(value)
+            for name, value in draws.items()
         }
-        gates = {name: gate.to(self.model.device) for name, gate in gates.items()}
         run = self.model.runner.plain
         try:
-            together = run(gates, few)
+            with Rows():
+                together = run(rows, few)
         except DataError:
             return False
-        alone = [run({n: v[i] for n, v in gates.items()}, few[i : i + 1]) for i in range(len(few))]
+        alone = [run({n: v[i] for n, v in rows.items()}, few[i : i + 1]) for i in range(len(few))]
         expected = torch.cat(alone)
         if together.shape != expected.shape:
             return False
@@ -312,6 +316,10 @@ class Gradients:
         """Draws of a training batch, as many from each component that it is split over."""
         slices = self.method.slices
         return None if groups is None else slices * math.ceil(groups / slices)
+
+
+def _can_have_rows(site: Site) -> bool:
+    return site.name.rpartition(".")[2] == GATE or bool(NORM.search(site.kind))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bayesify.calibration import Search
 from bayesify.methods.mixture import Mixture, Parts, part_sites
 from bayesify.posterior import key
-from bayesify.sampling import private_copy
+from bayesify.replicas import private_copy
 from bayesify.training import FitResult
 from bayesify.validation import collect, hold_out
 

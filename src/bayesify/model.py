@@ -21,7 +21,8 @@ from bayesify.outliers import Normalisation, Outliers
 from bayesify.plan import plan
 from bayesify.posterior import Posterior
 from bayesify.prediction import Prediction
-from bayesify.sampling import STRATEGIES, Runner, private_copy
+from bayesify.replicas import private_copy
+from bayesify.sampling import STRATEGIES, Runner
 from bayesify.sites import Site, Where, find_statistics, named_tensors
 from bayesify.training import CACHE_BYTES, Fit, FitResult
 

@@ -8,7 +8,7 @@ from torch import nn
 from bayesify.batches import as_inputs
 from bayesify.errors import SettingError
 from bayesify.methods import ABNN, Method
-from bayesify.sampling import private_copy
+from bayesify.replicas import private_copy
 from bayesify.sites import (
     Site,
     Skipped,

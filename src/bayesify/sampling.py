@@ -1,31 +1,24 @@
-"""Running a network at many draws: private copies, strategies, chunks within a memory budget.
+"""Running a network at many draws: strategies, and chunks within a memory budget."""
 
-`torch.func.functional_call` swaps tensors inside the module while it runs, so it never runs on the
-user's instance: every thread has a structural copy of its own, which shares the weights' storage.
-"""
-
-import copy
 import math
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from bayesify.batches import Inputs
-from bayesify.errors import BayesifyError, BayesifyWarning, DataError, UnsupportedNetworkError
+from bayesify.errors import BayesifyError, BayesifyWarning, DataError
 from bayesify.heap import settle
+from bayesify.memory import PeakMemory
 from bayesify.posterior import Draws
-from bayesify.sites import slots
+from bayesify.replicas import Replicas, private_copy
 from bayesify.tape import CannotTapeError, Recorder, Tape
 
 MEMORY_BUDGET = 1 << 30
@@ -65,69 +58,6 @@ class Way:
     chunk: int = 1
     tape: Tape | None = None
     spare: int = 0
-
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-def private_copy(network: ModuleT, *, share: bool = True) -> ModuleT:
-    """Copies a network's structure, in eval mode and without gradients.
-
-    Parameters stand on the original's storage, so that no weight is copied; buffers are copied, so
-    that a network which writes into them as it runs does not write into the original's.
-
-    Args:
-        network: The original. It is not changed and not run.
-        share: False copies the parameters too and leaves them trainable: an independent network.
-
-    Raises:
-        UnsupportedNetworkError: If the network cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for module in network.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedNetworkError(
-                "the network is a ScriptModule, whose tensors cannot be replaced. Convert the "
-                "Python module it was made from."
-            )
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in memo:
-                value = parameter.detach() if share else parameter.detach().clone()
-                trains = not share and parameter.is_floating_point()
-                memo[id(parameter)] = nn.Parameter(value, requires_grad=trains)
-        for tensor in _plain_tensors([vars(module), module._buffers]):
-            memo.setdefault(id(tensor), tensor.detach().clone())
-    try:
-        return copy.deepcopy(network, memo).eval()
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise UnsupportedNetworkError(
-            f"the network cannot be copied ({error}). Remove what cannot be copied from its "
-            f"attributes (locks, open files), or give the class a __deepcopy__."
-        ) from error
-
-
-class Replicas:
-    """One private copy of a network a thread, made when the thread first asks.
-
-    Args:
-        network: What is copied.
-        adapting: Names of the running statistics whose layers are in training mode.
-    """
-
-    def __init__(self, network: nn.Module, *, adapting: Collection[str] = ()) -> None:
-        self.network = network
-        self.adapting = adapting
-        self.slots = slots(network)
-        self._local = threading.local()
-
-    def get(self) -> nn.Module:
-        """This thread's copy."""
-        if not hasattr(self._local, "network"):
-            self._local.network = private_copy(self.network)
-            for name in self.adapting:
-                self._local.network.get_submodule(name.rpartition(".")[0]).train()
-        network: nn.Module = self._local.network
-        return network
 
 
 class Runner:
@@ -481,59 +411,6 @@ class Runner:
     def slots(self) -> dict[str, tuple[str, ...]]:
         """Every place in the network where a named tensor stands."""
         return self.replicas.slots
-
-
-class PeakMemory(TorchDispatchMode):
-    """Measures the most memory that tensors made inside it hold at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._now = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        known = {_memory(t)[1] for t in tree_iter(args) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                memory, key = _memory(tensor)
-                if key not in known and key not in self._seen:
-                    self._hold(memory, key)
-        return result
-
-    def _hold(self, memory: Tensor | torch.UntypedStorage, key: int) -> None:
-        size = memory.nbytes if isinstance(memory, Tensor) else memory.nbytes()
-        self._seen.add(key)
-        self._now += size
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(memory, self._release, key, size)
-
-    def _release(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self._now -= size
-
-
-def _memory(tensor: Tensor) -> tuple[Tensor | torch.UntypedStorage, int]:
-    """What holds a tensor's memory, and a number for it; packed weights have it to themselves."""
-    if tensor.is_mkldnn:
-        return tensor, id(tensor)
-    storage = tensor.untyped_storage()
-    return storage, storage._cdata
-
-
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in a module's attributes, those in lists, tuples and dicts too."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _plain_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _plain_tensors(item)
 
 
 def _kind(network: nn.Module) -> str:

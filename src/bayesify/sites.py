@@ -22,7 +22,7 @@ from bayesify.errors import NothingToRandomiseError, SettingError, UnknownSiteEr
 
 Where = str | Sequence[str] | float | Callable[[str], bool] | None
 
-_NORM = re.compile(r"norm|(bn|abn)(\d?d)?$", re.IGNORECASE)
+NORM = re.compile(r"norm|(bn|abn)(\d?d)?$", re.IGNORECASE)
 _TORCH_NORMS = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
@@ -286,7 +286,7 @@ def require_sites(sites: Sequence[Site], skipped: Sequence[Skipped], method: str
 
 def _norm_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in network.named_modules():
-        named_so = any(_NORM.search(parent.__name__) for parent in type(module).__mro__)
+        named_so = any(NORM.search(parent.__name__) for parent in type(module).__mro__)
         is_container = not module._parameters and any(True for _ in module.children())
         if named_so and not is_container:
             yield name, module

@@ -404,6 +404,7 @@ class Fit:
                 f"({type(self.method).__name__}(lr={self.method.to_dict().get('lr', 0) / 10:g})), "
                 f"or look for extreme inputs."
             )
+        self.gradients.scaler.unscale_(optimizer)  # a hook may add to gradients
         self.gradients.scaler.step(optimizer)
         self.gradients.scaler.update()
         return total

@@ -27,12 +27,12 @@ from bayesify.files import fingerprint, read_json, write_json
 from bayesify.identity import digest, identify_files, identify_function
 from bayesify.io import load, require_free, save
 from bayesify.likelihood import Likelihood
+from bayesify.memory import PeakMemory
 from bayesify.methods import MAP, Method, method_name
 from bayesify.mixing import remove_checkpoint
 from bayesify.model import BayesianModel, convert
 from bayesify.outliers import Normalisation
 from bayesify.posterior import key
-from bayesify.sampling import PeakMemory
 from bayesify.validation import seeded
 
 FORMAT = 1

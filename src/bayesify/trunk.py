@@ -15,7 +15,8 @@ from torch.func import vmap
 from bayesify.batches import Inputs
 from bayesify.errors import BayesifyError
 from bayesify.posterior import Draws
-from bayesify.sampling import Runner, private_copy
+from bayesify.replicas import private_copy
+from bayesify.sampling import Runner
 from bayesify.tape import CannotTapeError, Cut, Recorder, channels_last
 
 # Which part of the network must stand before what trains for a cut to pay.

@@ -28,12 +28,13 @@ from bayesify.errors import DataError, NonFiniteError, SettingError, Unsupported
 from bayesify.evaluation.detection import detect, scores
 from bayesify.evaluation.pixels import Scale
 from bayesify.likelihood import Averages, Classification
+from bayesify.memory import PeakMemory
 from bayesify.methods import MAP
 from bayesify.model import BayesianModel, convert
 from bayesify.outliers import Normalisation
 from bayesify.posterior import key
 from bayesify.prediction import Prediction
-from bayesify.sampling import MEMORY_BUDGET, PeakMemory
+from bayesify.sampling import MEMORY_BUDGET
 
 # Measured on ResNet-20, one core: gradients at 256 images cost 15 % more an image than at 64 and,
 # where draws share a trunk and fewer of them fit into memory at once, 2.5 times as much.

@@ -85,6 +85,7 @@ class ABNN(Method):
             momentum=0.9,
             nesterov=True,
             weight_decay=self.weight_decay,
+            fused=True,
         )
 
     def rounds(self) -> int:

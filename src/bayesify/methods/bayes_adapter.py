@@ -128,9 +128,9 @@ class BayesAdapter(Method):
         ]
         optimizer: torch.optim.Optimizer
         if self.adam:
-            optimizer = torch.optim.Adam(groups)
+            optimizer = torch.optim.Adam(groups, fused=True)
         else:
-            optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+            optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True, fused=True)
         return with_kl_gradients(optimizer, posterior, self.weight_decay, examples)
 
     def rates(self, progress: float) -> Sequence[float]:

@@ -111,6 +111,7 @@ class DeepEnsemble(Method):
             momentum=0.9,
             nesterov=True,
             weight_decay=self.weight_decay,
+            fused=True,
         )
 
     def groups(self, numbers: int) -> int:  # noqa: ARG002

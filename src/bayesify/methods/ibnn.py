@@ -126,8 +126,8 @@ class IBNN(Method):
             {"params": latent, "lr": self.latent_lr},
         ]
         if self.scratch:
-            return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
-        return torch.optim.AdamW(groups, weight_decay=0.0)
+            return torch.optim.SGD(groups, momentum=0.9, nesterov=True, fused=True)
+        return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
     def rates(self, progress: float) -> Sequence[float]:
         """A cosine for the weights; the latent rate falls to a quarter in the middle third."""

@@ -64,7 +64,7 @@ class MeanFieldVI(Method):
 
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:  # noqa: ARG002
         """Adam on means and standard deviations alike."""
-        return torch.optim.Adam(posterior.parameters(), lr=self.lr)
+        return torch.optim.Adam(posterior.parameters(), lr=self.lr, fused=True)
 
     def penalty(self, posterior: Posterior, progress: float, examples: int) -> Tensor:  # noqa: ARG002
         """The KL over n."""

@@ -80,6 +80,7 @@ class SWAG(Method):
             momentum=0.9,
             nesterov=True,
             weight_decay=self.weight_decay,
+            fused=True,
         )
 
     def rates(self, progress: float) -> Sequence[float]:  # noqa: ARG002
