@@ -148,19 +148,33 @@ def draw(file: Path) -> None:
                     row["cost"], row[measured], marker="s" if plain else "o",
                     color="#D55E00" if plain else "#0072B2",
                 )  # fmt: skip
-                right = row["cost"] > 4  # there is room on the left only
-                ax.annotate(
-                    part.partition(",")[0], (row["cost"], row[measured]),
-                    (-6 if right else 5, -11 if plain else 3), ha="right" if right else "left",
-                    textcoords="offset points", fontsize=8,
-                )  # fmt: skip
             ax.set(xlabel="cost of 12 draws (plain forwards)", ylabel=label, xscale="log")
-            ax.margins(x=0.25)
+            ax.margins(x=0.3, y=0.18)
             ax.grid(alpha=0.3)
+            places = {part: (row["cost"], row[measured]) for part, row in rows.items()}
+            for part, (side, up) in apart(ax, figure, places).items():
+                ax.annotate(
+                    part.partition(",")[0], places[part], ((5 if places[part][0] > 1.1 else -4) * side, up), fontsize=8,
+                    ha="left" if side > 0 else "right", textcoords="offset points",
+                )  # fmt: skip
         network, _, method = name.partition("-")
         title = f"ResNet-{network.removeprefix('resnet')}, {type(METHODS[method]).__name__}"
         column[0].set_title(title)
     figure.savefig(file, dpi=110)
+
+
+def apart(ax: Any, figure: Any, places: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    """On which side of its point each label stands, and how far up, so that none covers another."""
+    figure.canvas.draw()  # which lays everything out
+    found: dict[str, tuple[int, float]] = {}
+    last = -1e9
+    for part, (x, y) in sorted(places.items(), key=lambda item: item[1][1]):
+        side = 1 if x < 4 else -1  # there is room towards the middle only
+        height = 72 / figure.dpi * ax.transData.transform((x, y))[1]
+        beside = -3 if x > 1.1 else 6  # the cheapest stand close together: theirs go above
+        last = max(height + beside, last + 9)
+        found[part] = side, last - height
+    return found
 
 
 def main() -> None:
