@@ -152,10 +152,10 @@ def draw(file: Path) -> None:
             ax.margins(x=0.3, y=0.18)
             ax.grid(alpha=0.3)
             places = {part: (row["cost"], row[measured]) for part, row in rows.items()}
-            for part, (side, up) in apart(ax, figure, places).items():
+            for part, (offset, side) in labels_apart(ax, figure, places).items():
                 ax.annotate(
-                    part.partition(",")[0], places[part], ((5 if places[part][0] > 1.1 else -4) * side, up), fontsize=8,
-                    ha="left" if side > 0 else "right", textcoords="offset points",
+                    part.partition(",")[0], places[part], offset, ha=side, fontsize=8,
+                    textcoords="offset points",
                 )  # fmt: skip
         network, _, method = name.partition("-")
         title = f"ResNet-{network.removeprefix('resnet')}, {type(METHODS[method]).__name__}"
@@ -163,17 +163,19 @@ def draw(file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def apart(ax: Any, figure: Any, places: dict[str, Any]) -> dict[str, tuple[int, float]]:
-    """On which side of its point each label stands, and how far up, so that none covers another."""
+def labels_apart(ax: Any, figure: Any, places: dict[str, Any]) -> dict[str, Any]:
+    """Where each point's label stands beside it, in points, so that none covers another."""
     figure.canvas.draw()  # which lays everything out
-    found: dict[str, tuple[int, float]] = {}
-    last = -1e9
+    found = {}
+    last = -math.inf
     for part, (x, y) in sorted(places.items(), key=lambda item: item[1][1]):
-        side = 1 if x < 4 else -1  # there is room towards the middle only
         height = 72 / figure.dpi * ax.transData.transform((x, y))[1]
-        beside = -3 if x > 1.1 else 6  # the cheapest stand close together: theirs go above
-        last = max(height + beside, last + 9)
-        found[part] = side, last - height
+        # The cheapest stand close together, so that theirs go above; the dearest have room left.
+        across, up, side = (-4, 6, "left") if x < 1.1 else (5, -3, "left")
+        if x > 4:
+            across, side = -5, "right"
+        last = max(height + up, last + 9)
+        found[part] = (across, last - height), side
     return found
 
 
