@@ -33,14 +33,14 @@ class Rows(TorchFunctionMode):
         scale, shift = settings["weight"], settings.get("bias")
         if all(value is None or value.ndim == own for value in (scale, shift)):
             return func(*args, **settings)
-        bare = {name: None for name in ("weight", "bias") if name in settings}
-        x = func(*args, **{**settings, **bare})
+        bare = {name: None if name in ("weight", "bias") else v for name, v in settings.items()}
+        x = func(*args, **bare)
 
         def spread(value: Tensor) -> Tensor:
             rows, rest = value.shape[:-own], value.shape[-own:]
             between = (1,) * (x.ndim - value.ndim - pixels)
             return value.to(x.dtype).reshape(*rows, *between, *rest, *(1,) * pixels)
 
-        return (
-            x * spread(scale) if shift is None else torch.addcmul(spread(shift), x, spread(scale))
-        )
+        if shift is None:
+            return x * spread(scale)
+        return torch.addcmul(spread(shift), x, spread(scale))
