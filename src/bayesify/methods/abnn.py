@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.methods.method import Method
+from bayesify.methods.method import Method, nesterov
 from bayesify.posterior import Members, Posterior, key
 from bayesify.sites import Site, Skipped, find_norms, require_sites
 
@@ -79,14 +79,7 @@ class ABNN(Method):
 
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:  # noqa: ARG002
         """Scales and shifts alike; weight decay is the Gaussian prior."""
-        return torch.optim.SGD(
-            posterior.parameters(),
-            lr=self.lr,
-            momentum=0.9,
-            nesterov=True,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
+        return nesterov(posterior.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def rounds(self) -> int:
         """Every member sees every batch."""

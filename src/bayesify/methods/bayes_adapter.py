@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.errors import SettingError
-from bayesify.methods.method import Method
+from bayesify.methods.method import Method, nesterov
 from bayesify.posterior import MeanField, Posterior
 from bayesify.sites import Site, Skipped, find_parameters
 
@@ -126,11 +126,7 @@ class BayesAdapter(Method):
             {"params": list(posterior.mean.parameters()), "lr": self.lr},
             {"params": list(posterior.log_std.parameters()), "lr": self.psi_lr},
         ]
-        optimizer: torch.optim.Optimizer
-        if self.adam:
-            optimizer = torch.optim.Adam(groups, fused=True)
-        else:
-            optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True, fused=True)
+        optimizer = torch.optim.Adam(groups, fused=True) if self.adam else nesterov(groups)
         return with_kl_gradients(optimizer, posterior, self.weight_decay, examples)
 
     def rates(self, progress: float) -> Sequence[float]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bayesify.errors import SettingError, WrongNetworkError
 from bayesify.files import read_tensors
-from bayesify.methods.method import Method
+from bayesify.methods.method import Method, nesterov
 from bayesify.posterior import Draws, NamedTensors, Posterior, key
 from bayesify.sites import Site, Skipped, find_parameters, named_tensors, slots
 
@@ -105,14 +105,7 @@ class DeepEnsemble(Method):
         """All members' weights; nothing, where they are of checkpoints."""
         if self.checkpoints:
             return None
-        return torch.optim.SGD(
-            posterior.parameters(),
-            lr=self.lr,
-            momentum=0.9,
-            nesterov=True,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
+        return nesterov(posterior.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def groups(self, numbers: int) -> int:  # noqa: ARG002
         """A member runs a batch whole: nothing in it is random."""

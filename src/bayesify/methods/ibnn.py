@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from bayesify.errors import NothingToRandomiseError
 from bayesify.gates import gate_inputs
-from bayesify.methods.method import Method
+from bayesify.methods.method import Method, nesterov
 from bayesify.posterior import Latent, Posterior
 from bayesify.sites import Site, Skipped
 
@@ -126,7 +126,7 @@ class IBNN(Method):
             {"params": latent, "lr": self.latent_lr},
         ]
         if self.scratch:
-            return torch.optim.SGD(groups, momentum=0.9, nesterov=True, fused=True)
+            return nesterov(groups)
         return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
     def rates(self, progress: float) -> Sequence[float]:

@@ -207,5 +207,15 @@ class Method(ABC):
         return dataclasses.asdict(self)
 
 
+def nesterov(parameters: Iterable[Any], **settings: float) -> torch.optim.SGD:
+    """SGD with momentum, as most of the papers train.
+
+    Args:
+        parameters: Tensors, or groups of them with settings of their own.
+        settings: More of torch's.
+    """
+    return torch.optim.SGD(parameters, momentum=0.9, nesterov=True, fused=True, **settings)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.errors import SettingError
-from bayesify.methods.method import Method
+from bayesify.methods.method import Method, nesterov
 from bayesify.posterior import Draws, NamedTensors, Posterior
 from bayesify.sites import Site, Skipped, find_parameters
 
@@ -74,14 +74,7 @@ class SWAG(Method):
 
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:  # noqa: ARG002
         """The weights that move; what is collected of them is not trained."""
-        return torch.optim.SGD(
-            posterior.parameters(),
-            lr=self.lr,
-            momentum=0.9,
-            nesterov=True,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
+        return nesterov(posterior.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def rates(self, progress: float) -> Sequence[float]:  # noqa: ARG002
         """Constant, so that the weights keep moving."""
