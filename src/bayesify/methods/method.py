@@ -207,7 +207,7 @@ class Method(ABC):
         return dataclasses.asdict(self)
 
 
-def nesterov(parameters: Iterable[Any], **settings: float) -> torch.optim.SGD:
+def nesterov(parameters: Iterable[Any], **settings: Any) -> torch.optim.SGD:
     """SGD with momentum, as most of the papers train.
 
     Args:
