@@ -68,12 +68,14 @@ def test_results_stay_in_mixed_precision() -> None:
     torch.testing.assert_close(low.float(), full, rtol=0.02, atol=0.02)
 
 
-def test_gradients_are_those_of_vmap(cnn: nn.Module, images: Tensor) -> None:
+def test_gradients_are_those_of_vmap(
+    cnn: nn.Module, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for rows in (True, False):
         gradients = Gradients(bayesify.convert(cnn, ABNN(), where=1.0), None, None, None, 0)
         if not rows:
-            gradients._runs_by_rows = lambda *_: False  # type: ignore[method-assign]
+            monkeypatch.setattr(gradients, "_runs_by_rows", lambda *_: False)
         found.append(gradients.vector(as_inputs(images), torch.arange(12) % 3, 7))
         assert list(gradients.by_rows.values()) == [rows]
         assert gradients.groups is None
@@ -81,7 +83,7 @@ def test_gradients_are_those_of_vmap(cnn: nn.Module, images: Tensor) -> None:
 
 
 class Attention(nn.Module):
-    """As vision transformers have it: vmap has no rule for it, and loops."""
+    """A norm and attention, as transformers have them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def private_copy(network: ModuleT, *, share: bool = True) -> ModuleT:
             memo.setdefault(id(tensor), tensor.detach().clone())
     try:
         return copy.deepcopy(network, memo).eval()
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError) as error:
         raise UnsupportedNetworkError(
             f"the network cannot be copied ({error}). Remove what cannot be copied from its "
             f"attributes (locks, open files), or give the class a __deepcopy__."
