@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import bayesify
-from bayesify import MAP, BayesianModel, Method
+from bayesify import MAP, BayesianModel, Method, Mixture
 from bayesify.data import CIFAR10_NORMALISATION
-from bayesify.mixing import remove_checkpoint
+from bayesify.mixing import part_file, remove_checkpoint
 from bayesify.zoo import load_model
 from benchmarks.quality.labels import batches, images, test_data, training_batches
 from benchmarks.quality.measures import detection, quality
@@ -43,9 +44,8 @@ def fit_or_load(
     """A fitted network from the cache, or fitted now; a fit that was stopped goes on."""
     if type(method) is MAP:
         return bayesify.convert(model, method), {"fit_seconds": 0.0, "megabytes": 0.0}
-    made_from = [unit.network, repr(method), passes(method), unit.seed, split, BATCH, settings]
-    mark = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=8).hexdigest()
-    folder = CACHE / f"{unit.network}-{unit.method}-seed{unit.seed}-{mark}"
+    made_from = _made_from(method, split, settings, unit)
+    folder = _folder(unit, made_from)
     facts, checkpoint = Path(f"{folder}.json"), Path(f"{folder}.checkpoint")
     if facts.exists():
         return bayesify.load(folder, model), json.loads(facts.read_text())
@@ -76,8 +76,24 @@ def fit_or_load(
         "made_from": made_from,
     }
     write_json(facts, found)
+    for index, part in enumerate(method.parts if isinstance(method, Mixture) else ()):
+        # Its fit is that of the method alone, which goes on from there to a temperature.
+        if alone := [name for name, other in METHODS.items() if other == part]:
+            theirs = _folder(
+                replace(unit, method=alone[0]), _made_from(part, split, settings, unit)
+            )
+            part_file(checkpoint, index).rename(f"{theirs}.checkpoint")
     remove_checkpoint(checkpoint)
     return bnn, found
+
+
+def _made_from(method: Method, split: str, settings: dict[str, Any], unit: Unit) -> list[Any]:
+    return [unit.network, repr(method), passes(method), unit.seed, split, BATCH, settings]
+
+
+def _folder(unit: Unit, made_from: list[Any]) -> Path:
+    mark = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=8).hexdigest()
+    return CACHE / f"{unit.network}-{unit.method}-seed{unit.seed}-{mark}"
 
 
 def fit(unit: Unit, size: Size) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """From probabilities to numbers, by the same functions for our methods and for peers."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesify.evaluation.metrics import brier, calibration_error, correct, detect, nll
+from bayesify.evaluation.calibration import bin_sums, gap
+from bayesify.evaluation.metrics import brier, correct, detect, nll
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -15,15 +17,22 @@ def entropy(probs: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(1)
 
 
-def quality(probs: Tensor, target: Tensor) -> dict[str, float]:
-    """How good predictions are, by the truth."""
+def quality(probs: Tensor, target: Tensor) -> dict[str, Any]:
+    """How good predictions are, by the truth; bins of confidence, to be pooled with others."""
     right = correct(probs, target)
+    bins = bin_sums(probs.amax(1), right)
     return {
         "nll": nll(probs, target).double().mean().item(),
-        "ece": calibration_error(probs.amax(1), right),
+        "ece": gap(bins).item(),
         "accuracy": right.double().mean().item(),
         "brier": brier(probs, target).double().mean().item(),
+        "bins": bins.tolist(),
     }
+
+
+def pooled_ece(parts: Iterable[list[list[float]]]) -> float:
+    """The calibration error of several sets of predictions together, by their bins."""
+    return gap(torch.tensor(list(parts), dtype=torch.float64).sum(0)).item()
 
 
 def detection(inside: Tensor, others: dict[str, Tensor]) -> dict[str, Any]:

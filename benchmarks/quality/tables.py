@@ -13,6 +13,7 @@ import torch
 from bayesify.evaluation.metrics import aupr
 from benchmarks.quality.bars import bars
 from benchmarks.quality.markdown import Rows, fill, markdown
+from benchmarks.quality.measures import pooled_ece
 from benchmarks.quality.provenance import ROOT
 from benchmarks.quality.results import Results
 from benchmarks.quality.settings import ABLATIONS, METHODS, OTHERS, PEERS, TRANSFER, Size
@@ -99,7 +100,7 @@ def headline(records: Records, network: str) -> dict[str, Rows]:
         both = [seed for seed in halves[0] if seed in halves[1]]
         if both:
             found[f"{method}, calibrated"] = [
-                {**_cost(fits.get(seed)), **average([half[seed] for half in halves])}
+                {**_cost(fits.get(seed)), **both_ways([half[seed] for half in halves])}
                 for seed in both
             ]
     for peer in PEERS:
@@ -128,6 +129,13 @@ def by_what(
     return {method: rows for method, rows in found.items() if rows}
 
 
+def both_ways(halves: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Averages of two halves; ECE of both together too, which has less bias than of each alone."""
+    bins = [half["bins"] for half in halves if "bins" in half]  # older files have none
+    pooled = {"ece_pooled": pooled_ece(bins)} if len(bins) == len(halves) else {}
+    return {**average(halves), **pooled}
+
+
 def average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means of all numbers, however deep."""
     first = parts[0]
@@ -136,6 +144,7 @@ def average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(value, dict)
         else statistics.fmean(part[key] for part in parts)
         for key, value in first.items()
+        if not isinstance(value, list)
     }
 
 

@@ -1,7 +1,7 @@
 """calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ class Search:
 
     All strengths of noise share their random numbers, so that NLL is a smooth function of the
     noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
-    through the lowest three. The walk sees a part of the data; what it found sees everything.
+    through the lowest three. The search sees a part of the data; what it found sees everything.
 
     Noise and temperature can stand in for each other. A temperature makes the network less sure
     of everything alike, noise of what it knows least: so the noise explains what it can, and the
@@ -95,9 +95,7 @@ class Search:
         try:
             quiet = noisy = self._quiet()
             if self.model.posterior.varies():
-                likeliest, most = self._noisy(before or self.model.method.noise or 0.1)
-                as_good = as_likely(most, likeliest) and most.nll < quiet.nll
-                noisy = most if as_good else likeliest
+                noisy = self._noisy(before or self.model.method.noise or 0.1, quiet)
         finally:
             self.model.noise = before
         best = min(quiet, noisy, key=lambda trial: trial.nll)
@@ -120,12 +118,17 @@ class Search:
         self.coldest = min(1.0, quiet.temperature)
         return quiet
 
-    def _noisy(self, start: float) -> Iterator[Trial]:
-        """The noise that is likeliest with a temperature, and without one."""
+    def _noisy(self, start: float, quiet: Trial) -> Trial:
+        """The noise that is likeliest without a temperature, unless another is with one."""
         walked: dict[int, Trial] = {}
-        for measure in ("nll", "untempered"):
-            noise = self._walk(start, walked, attrgetter(measure))
-            yield self._try(noise, everything=True)
+        likeliest, most = (
+            self._try(self._walk(start, walked, attrgetter(measure)))
+            for measure in ("nll", "untempered")
+        )
+        less = quiet.losses[: len(most.losses)].mean().item()
+        chosen = most if as_likely(most, likeliest) and most.nll < less else likeliest
+        all_seen = len(chosen.losses) == len(quiet.losses)
+        return chosen if all_seen else self._try(chosen.noise, everything=True)
 
     def _walk(
         self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]

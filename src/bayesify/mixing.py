@@ -58,7 +58,7 @@ def fit_mixture(
             fitted = alone.fit(
                 loader,
                 validation=validation,
-                checkpoint=None if checkpoint is None else _part_file(checkpoint, index),
+                checkpoint=None if checkpoint is None else part_file(checkpoint, index),
                 temper=False,
                 seed=seed,
                 **settings,
@@ -93,6 +93,7 @@ def remove_checkpoint(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _part_file(checkpoint: str | Path, index: int) -> Path:
+def part_file(checkpoint: str | Path, index: int) -> Path:
+    """Where the progress of a mixture's part is kept."""
     path = Path(checkpoint)
     return path.with_name(f"{path.name}.part{index}") if index else path

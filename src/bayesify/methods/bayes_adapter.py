@@ -85,7 +85,7 @@ class BayesAdapter(Method):
     adapt_statistics: bool = True
     adam: bool = True
 
-    epochs: ClassVar[int] = 4
+    epochs: ClassVar[int] = 2
     validations: ClassVar[int] = 1  # at the end: while the rate is high, all weights still move
     takes_ood: ClassVar[bool] = True
 

@@ -70,7 +70,7 @@ class IBNN(Method):
     adapt_statistics: bool = True
     scratch: bool = False
 
-    epochs: ClassVar[int] = 4
+    epochs: ClassVar[int] = 2
     validations: ClassVar[int] = 1  # at the end: while the rate is high, all weights still move
 
     def __post_init__(self) -> None:
