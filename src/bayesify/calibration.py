@@ -93,28 +93,30 @@ class Search:
         before = self.model.noise
         self.model.estimate_noise(self.batches)
         try:
-            quiet = noisy = self._quiet()
+            best = self._quiet()
             if self.model.posterior.varies():
-                noisy = self._noisy(before or self.model.method.noise or 0.1, quiet)
+                noisy = self._noisy(before or self.model.method.noise or 0.1, best)
+                best = min(best, noisy, key=attrgetter("nll"))
+            if sum(len(inputs) for inputs, _ in self.batches) > len(best.losses):
+                best = self._try(best.noise, everything=True)
         finally:
             self.model.noise = before
-        best = min(quiet, noisy, key=lambda trial: trial.nll)
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
     def temper(self) -> Calibration:
         """Chooses the temperature alone, at the noise that the model has."""
         noise = self.model.noise
         try:
-            best = self._quiet()
+            best = self._quiet(everything=True)
             if noise and self.model.posterior.varies():
                 best = self._try(noise, everything=True)
         finally:
             self.model.noise = noise
         return Calibration(noise, best.temperature, best.nll, self.evaluations)
 
-    def _quiet(self) -> Trial:
+    def _quiet(self, *, everything: bool = False) -> Trial:
         """No noise, which also says at what temperature noise is tried."""
-        quiet = self._try(0.0, everything=True)
+        quiet = self._try(0.0, everything=everything)
         self.coldest = min(1.0, quiet.temperature)
         return quiet
 
@@ -125,10 +127,7 @@ class Search:
             self._try(self._walk(start, walked, attrgetter(measure)))
             for measure in ("nll", "untempered")
         )
-        less = quiet.losses[: len(most.losses)].mean().item()
-        chosen = most if as_likely(most, likeliest) and most.nll < less else likeliest
-        all_seen = len(chosen.losses) == len(quiet.losses)
-        return chosen if all_seen else self._try(chosen.noise, everything=True)
+        return most if as_likely(most, likeliest) and most.nll < quiet.nll else likeliest
 
     def _walk(
         self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]

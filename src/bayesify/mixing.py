@@ -66,7 +66,7 @@ def fit_mixture(
         finally:
             posterior.part_fitted(index)
         results.append(fitted)
-    nll, _ = model.judge(held.batches, draws=method.draws, seed=judge)
+    nll, _ = model.judge(held.batches, draws=method.components, seed=judge)
     tempered = math.nan
     if temper and (validation is not None or held.augmented):
         found = Search(model, held.batches, method.draws, judge).temper()
