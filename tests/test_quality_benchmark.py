@@ -246,6 +246,32 @@ def test_published_rows_stand_beside_ours(tmp_path: Path, monkeypatch: pytest.Mo
     assert "ELLA" not in made
 
 
+def test_readme_has_every_method_as_fitted_and_the_best_of_the_others() -> None:
+    def row(**measures: float) -> dict[str, Any]:
+        auroc = measures.pop("auroc")
+        return {"checkpoint": "resnet20", "method": "theirs", "ood": {"svhn": {"auroc": auroc}},
+                "brier": 0.1, **measures}  # fmt: skip
+
+    others = [
+        row(nll=0.2, ece=0.02, accuracy=0.92, auroc=0.95),
+        row(nll=0.3, ece=0.01, accuracy=0.94, auroc=0.91),
+    ]
+    made = tables.tables(headline_records("Mixture"), others)[f"digest-{NETWORK}"].splitlines()
+    assert made[2].endswith("| 0.2000 ± 0.0100 | 0.0100 ± 0.0000 | 0.9000 ± 0.0000 | 3 |")
+    assert made[3] == (
+        "| *best published figure of each kind* | 0.9400 | 0.2000 | 0.0100 | 0.9500 | - |"
+    )
+
+
+def test_calibration_error_of_halves_is_pooled() -> None:
+    """Each half has a gap, in opposite directions: together there is none."""
+    half = {"nll": 0.1, "ood": {"svhn": {"auroc": 0.9}}}
+    gaps = ([[10.0], [8.0], [9.0]], [[10.0], [8.0], [7.0]])
+    both = tables.both_ways([{**half, "bins": bins} for bins in gaps])
+    assert both == {**half, "ece_pooled": 0.0}
+    assert "ece_pooled" not in tables.both_ways([half, half])
+
+
 def test_published_rows_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,7 +323,7 @@ def test_page_has_a_place_for_every_table_and_filling_it_twice_changes_nothing(
     tmp_path: Path,
 ) -> None:
     page = tmp_path / "results.md"
-    page.write_text(tables.DOCS.read_text())
+    page.write_text(tables.DOCS.read_text() + tables.README.read_text())
     made = {**tables.tables(headline_records(), []), "plots": r"a \1 b"}
     markdown.fill(page, made)
     once = page.read_text()

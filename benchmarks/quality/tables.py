@@ -19,7 +19,7 @@ from benchmarks.quality.results import Results
 from benchmarks.quality.settings import ABLATIONS, METHODS, OTHERS, PEERS, TRANSFER, Size
 from benchmarks.quality.units import ATTACKS, CALIBRATED, Unit, asked, units
 
-DOCS = ROOT / "docs" / "results.md"
+DOCS, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 NETWORKS = {"cifar10-resnet20": "ResNet-20", "cifar10-resnet56": "ResNet-56"}
 Records = dict[Unit, dict[str, Any]]
 
@@ -29,6 +29,16 @@ MEASURES = {  # column: key, digits
     "accuracy ↑": ("accuracy", 4),
     "Brier ↓": ("brier", 4),
     "AUROC, SVHN ↑": ("ood.svhn.auroc", 4),
+}
+POOLED = {"ECE, halves pooled ↓": ("ece_pooled", 4)}
+DIGEST = {  # what README has
+    **{name: MEASURES[name] for name in ("accuracy ↑", "NLL ↓", "ECE ↓", "AUROC, SVHN ↑")},
+    "seeds": ("seeds", 0),
+}
+CALLED = {
+    "MAP": "network",
+    "Temperature": "temperature scaling",
+    "Mixture": "`Mixture()` of the three",
 }
 COSTS = {
     "fit, s": ("fit_seconds", 0),
@@ -45,7 +55,7 @@ DETECTION = {
 
 
 def write(results: Results, size: Size, *, in_docs: bool) -> None:
-    """Prints all tables, or puts them and the plots into docs/results.md."""
+    """Prints all tables, or puts them and the plots into docs/results.md and README."""
     from benchmarks.quality import plots
 
     records = current(results, size)
@@ -53,7 +63,10 @@ def write(results: Results, size: Size, *, in_docs: bool) -> None:
     if in_docs:
         drawn = plots.draw(records, DOCS.parent / "images")
         shown = "\n\n".join(f"![{alt}](images/{name})" for name, alt in drawn.items())
-        fill(DOCS, {**made, "plots": shown or "Not measured yet."})
+        ours = {name: text for name, text in made.items() if name.startswith("digest-")}
+        rest = {name: text for name, text in made.items() if name not in ours}
+        fill(DOCS, {**rest, "plots": shown or "Not measured yet."})
+        fill(README, ours)
     for name, text in made.items():
         print(f"\n{name}\n\n{text}")
 
@@ -70,12 +83,11 @@ def tables(records: Records, others: Rows) -> dict[str, str]:
     made = {}
     for network, title in NETWORKS.items():
         rows = headline(records, network)
-        theirs = {
-            f"*{row['method']} (published)*": [row]
-            for row in others
-            if row["checkpoint"] == network.partition("-")[2]
-        }
-        made[f"headline-{network}"] = markdown(title, {**rows, **theirs}, {**MEASURES, **COSTS})
+        theirs = [row for row in others if row["checkpoint"] == network.partition("-")[2]]
+        named = {f"*{row['method']} (published)*": [row] for row in theirs}
+        columns = {**MEASURES, **POOLED, **COSTS}
+        made[f"headline-{network}"] = markdown(title, {**rows, **named}, columns)
+        made[f"digest-{network}"] = markdown(title, digest(rows, theirs), DIGEST)
         made[f"detection-{network}"] = markdown(title, rows, DETECTION)
         made[f"bars-{network}"] = bars(title, rows, network)
     made["robustness"] = markdown("ResNet-20", robustness(records), ROBUSTNESS)
@@ -106,6 +118,21 @@ def headline(records: Records, network: str) -> dict[str, Rows]:
     for peer in PEERS:
         if rows := of(records, network, peer, "peer"):
             found[peer] = list(rows.values())
+    return found
+
+
+def digest(rows: dict[str, Rows], theirs: Rows) -> dict[str, Rows]:
+    """Every method as fitted, and the best published figure of each kind."""
+    found = {
+        CALLED.get(method, method): [{**row, "seeds": len(each)} for row in each]
+        for method in METHODS
+        if (each := rows.get(f"{method}, train only"))
+    }
+    if theirs:
+        best: dict[str, Any] = {key: min(row[key] for row in theirs) for key in ("nll", "ece")}
+        best["accuracy"] = max(row["accuracy"] for row in theirs)
+        best["ood"] = max((row["ood"] for row in theirs), key=lambda ood: ood["svhn"]["auroc"])
+        found["*best published figure of each kind*"] = [best]
     return found
 
 
