@@ -28,8 +28,8 @@ from torch.utils.data import (
 import bayesify
 from bayesify import ABNN, BayesAdapter, Method, SettingError, trunk
 from bayesify.features import Store
+from bayesify.fit_result import FitResult
 from bayesify.gradients import Gradients
-from bayesify.training import FitResult
 from bayesify.trunk import Split
 from conftest import small_resnet
 

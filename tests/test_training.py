@@ -272,7 +272,7 @@ def test_a_method_knows_its_passes(
 ) -> None:
     """How often it sees the data, and how often it is judged, unless told."""
 
-    def run(**settings: int) -> bayesify.training.FitResult:
+    def run(**settings: int) -> bayesify.fit_result.FitResult:
         bnn = bayesify.convert(trained, method)
         return bnn.fit(loader, validation=validation, progress=False, **settings)
 
@@ -770,7 +770,7 @@ def test_interrupted_and_resumed_gives_the_same_result(
 def test_a_finished_fit_is_not_done_again(
     trained: nn.Module, loader: DataLoader, validation: DataLoader, tmp_path: Path
 ) -> None:
-    def run() -> tuple[bayesify.training.FitResult, dict[str, Tensor]]:
+    def run() -> tuple[bayesify.fit_result.FitResult, dict[str, Tensor]]:
         bnn = bayesify.convert(trained, METHOD)
         return (
             bnn.fit(loader, validation=validation, checkpoint=tmp_path / "fit", progress=False),

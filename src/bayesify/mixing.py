@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bayesify.calibration import Search
+from bayesify.fit_result import FitResult
 from bayesify.methods.mixture import Mixture, Parts, part_sites
 from bayesify.posterior import key
 from bayesify.replicas import private_copy
-from bayesify.training import FitResult
 from bayesify.validation import collect, hold_out
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from bayesify.calibration import Calibration, Search
 from bayesify.choice import Choice
 from bayesify.errors import DataError, SettingError, WrongNetworkError
 from bayesify.files import fingerprint
+from bayesify.fit_result import FitResult
 from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
 from bayesify.methods import Method, Mixture
 from bayesify.outliers import Normalisation, Outliers
@@ -24,7 +25,7 @@ from bayesify.prediction import Prediction
 from bayesify.replicas import private_copy
 from bayesify.sampling import STRATEGIES, Runner
 from bayesify.sites import Site, Where, find_statistics, named_tensors
-from bayesify.training import CACHE_BYTES, Fit, FitResult
+from bayesify.training import CACHE_BYTES, Fit
 
 if TYPE_CHECKING:
     from bayesify.evaluation.report import Report

@@ -1,7 +1,6 @@
 """fit: trains a posterior's own parameters and keeps the best state by held-out likelihood."""
 
 import contextlib
-import json
 import math
 import time
 import warnings
@@ -17,9 +16,10 @@ from torch import Tensor
 from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
 from bayesify.calibration import Search
+from bayesify.checkpoint import Checkpoint
 from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingError
 from bayesify.features import Features, NoFeaturesError
-from bayesify.files import matches, read_tensors, write_tensors
+from bayesify.fit_result import FitResult, describe_groups
 from bayesify.gradients import Gradients
 from bayesify.heap import kept_heap
 from bayesify.outliers import Outliers
@@ -31,56 +31,6 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 2 << 30
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class FitResult:
-    """What a fit did.
-
-    Args:
-        steps: Training steps done.
-        seconds: Time taken, over all sessions of a resumed fit.
-        kept: The state kept: "network" (noise 0), "untrained", "step N", or "solved" where a method
-            computes rather than trains.
-        network_nll: Held-out NLL of the network itself.
-        untrained_nll: Held-out NLL of the posterior before training.
-        nll: Held-out NLL of the state kept.
-        groups: How many draws a training batch had; None if every example had its own.
-        history: (step, training loss, held-out NLL), at each validation.
-        temperature: What logits are divided by from now on.
-        tempered_nll: Held-out NLL of the state kept, with that.
-        cache: How much was kept of the trunk's outputs, or why they were not.
-        parts: What the fits of a mixture's parts did, which then have groups, history and cache.
-    """
-
-    steps: int
-    seconds: float
-    kept: str
-    network_nll: float
-    untrained_nll: float
-    nll: float
-    groups: int | None
-    history: list[tuple[int, float, float]] = field(repr=False)
-    temperature: float = 1.0
-    tempered_nll: float = math.nan
-    cache: str = field(default="", repr=False, compare=False)
-    parts: tuple["FitResult", ...] = ()
-
-    def __str__(self) -> str:
-        if self.parts:
-            together = f"together: held-out NLL {self.nll:.4f}{self._tempered()}"
-            return "\n".join([*map(str, self.parts), together])
-        trained = f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)})"
-        return (
-            f"{trained if self.steps else 'no training steps'}; held-out NLL: the network "
-            f"{self.network_nll:.4f}, untrained {self.untrained_nll:.4f}, kept {self.nll:.4f} "
-            f"({self.kept}){self._tempered()}"
-        )
-
-    def _tempered(self) -> str:
-        if math.isnan(self.tempered_nll):
-            return ""
-        return f", {self.tempered_nll:.4f} at a temperature of {self.temperature:.3g}"
 
 
 @dataclass
@@ -146,7 +96,7 @@ class Fit:
         self.keep = keep
         self.cache, self.cache_bytes, self.cached = cache, cache_bytes, ""
         self.gradients = Gradients(model, outliers, groups, PRECISIONS[precision], seed)
-        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self.checkpoint = None if checkpoint is None else Checkpoint(Path(checkpoint))
         self.checkpoint_seconds = checkpoint_seconds
         self.show = progress and self.processes.is_main_process
         self.held: HeldOut
@@ -481,58 +431,31 @@ class Fit:
         self.model.zero_grad()
         self.model.noise, self.model.temperature = self.at.best_noise, self.at.best_temperature
 
-    # Checkpoints: one safetensors file with the state now, the best state and the optimizer's.
+    def _save(self) -> None:
+        if self.checkpoint is not None and self.processes.is_main_process:
+            self.checkpoint.write(self._signature(), vars(self.at), *self._state())
+
+    def _resume(self) -> bool:
+        """Continues from the checkpoint, if it is there and belongs to this fit."""
+        if self.checkpoint is None or not self.checkpoint.path.exists():
+            return False
+        progress = self.checkpoint.read(self._signature(), *self._state())
+        vars(self.at).update(progress)
+        return True
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], torch.optim.Optimizer | None]:
+        """What is at work now, the best so far, and what the optimizer remembers."""
+        return self.model.state_dict(), self.best, self.optimizer
 
     def _signature(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be continued."""
-        signature = {
+        return {
             "method": {"name": type(self.method).__name__, **self.method.to_dict()},
             "network": self.model.fingerprint(),
             "seed": self.seed,
             "steps": self.steps,
             "noise": self.noise,
         }
-        as_written: dict[str, Any] = json.loads(json.dumps(signature))  # JSON has no tuples
-        return as_written
-
-    def _state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        state |= {f"now.{name}": value for name, value in self.model.state_dict().items()}
-        state |= {f"best.{name}": value for name, value in self.best.items()}
-        momenta = self.optimizer.state_dict()["state"] if self.optimizer else {}
-        for index, tensors in momenta.items():
-            for name, value in tensors.items():
-                state[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
-        return state
-
-    def _save(self) -> None:
-        if self.checkpoint is not None and self.processes.is_main_process:
-            metadata = {"signature": self._signature(), "progress": vars(self.at)}
-            write_tensors(self.checkpoint, self._state(), metadata)
-
-    def _resume(self) -> bool:
-        """Continues from the checkpoint, if it is there and belongs to this fit."""
-        if self.checkpoint is None or not self.checkpoint.exists():
-            return False
-        tensors, metadata = read_tensors(self.checkpoint)
-        if not isinstance(metadata, dict) or metadata.get("signature") != self._signature():
-            raise SettingError(
-                f"checkpoint {self.checkpoint} is of another fit: network, method, seed or number "
-                f"of steps differ. Delete it to start anew, or name another file."
-            )
-        momenta: dict[int, dict[str, Tensor]] = {}
-        for name in [name for name in tensors if name.startswith("optimizer.")]:
-            _, index, kind = name.split(".", 2)
-            momenta.setdefault(int(index), {})[kind] = tensors.pop(name)
-        matches(tensors, self._state(), self.checkpoint)
-        with torch.no_grad():
-            for name, value in self.model.state_dict().items():
-                value.copy_(tensors[f"now.{name}"])
-        self.best = {name: tensors[f"best.{name}"] for name in self.best}
-        if self.optimizer:
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": momenta})
-        vars(self.at).update(metadata["progress"])
-        return True
 
 
 def _augmented(inputs: Inputs, augment: Augment, seed: int) -> Inputs:
@@ -565,13 +488,6 @@ def _examples(loader: Iterable[Any], steps: int) -> int:
         if isinstance(rows, Sized):
             return len(rows)
     return steps * (getattr(loader, "batch_size", None) or len(next(labelled(loader))[0]))
-
-
-def describe_groups(groups: int | None) -> str:
-    """How a training batch shares draws, for people."""
-    if groups is None:
-        return "a draw for each example"
-    return f"{groups} draws a batch" if groups > 1 else "one draw a batch"
 
 
 def _check_cache(cache: object, limit: object) -> None:

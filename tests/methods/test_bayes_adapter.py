@@ -192,7 +192,7 @@ def test_the_choice_is_made_by_size_and_said(
     assert method.groups(1_000_000) is None
     assert method.groups(1_000_001) == 4
 
-    def fit(**settings: object) -> bayesify.training.FitResult:
+    def fit(**settings: object) -> bayesify.fit_result.FitResult:
         bnn = bayesify.convert(trained, method)
         return bnn.fit(loader, validation=validation, progress=False, **settings)
 
