@@ -116,7 +116,7 @@ def deep() -> nn.Module:
 @pytest.mark.parametrize(
     ("where", "names"),
     [
-        (None, ["2.1.weight", "3.1.weight", "4.1.weight"]),  # ABNN's half
+        (None, ["0.1.weight", "1.1.weight", "2.1.weight", "3.1.weight", "4.1.weight"]),
         (1.0, ["0.1.weight", "1.1.weight", "2.1.weight", "3.1.weight", "4.1.weight"]),
         (0.5, ["2.1.weight", "3.1.weight", "4.1.weight"]),
         (0.4, ["3.1.weight", "4.1.weight"]),

@@ -23,16 +23,18 @@ def bars(title: str, rows: dict[str, Rows], network: str) -> str:
     lines = [
         f"| {title} | NLL ≤ {nll} | ECE ≤ {ece} | ECE, calibrated ≤ {calibrated_ece} "
         f"| accuracy ≥ {accuracy} | AUROC ≥ {auroc} | draws ≤ {MOST_DRAWS} | minutes ≤ {minutes} "
-        "| NLL ≤ temperature's | AUROC > temperature's | all |",
-        f"|---|{'---:|' * 10}",
+        f"| minutes, with `calibrate` ≤ {minutes} | NLL ≤ temperature's | AUROC > temperature's "
+        "| all |",
+        f"|---|{'---:|' * 11}",
     ]
     for method in METHODS:
         plain = rows.get(f"{method}, train only", [])
         tuned = rows.get(f"{method}, calibrated", [])
         if method in BASELINES or not plain:
             continue
-        fit, calibrate = (mean(tuned, f"{what}_seconds") for what in ("fit", "calibrate"))
-        taken = None if fit is None or calibrate is None else (fit + calibrate) / 60
+        fit, calibrate = mean(plain, "fit_seconds"), mean(tuned, "calibrate_seconds")
+        alone = None if fit is None else fit / 60
+        both = None if alone is None or calibrate is None else alone + calibrate / 60
         checks = [
             at_most(mean(plain, "nll"), nll),
             at_most(mean(plain, "ece"), ece),
@@ -40,7 +42,8 @@ def bars(title: str, rows: dict[str, Rows], network: str) -> str:
             at_least(mean(plain, "accuracy"), accuracy),
             at_least(mean(plain, "ood.svhn.auroc"), auroc),
             at_most(mean(plain, "draws"), MOST_DRAWS),
-            at_most(taken, minutes),
+            at_most(alone, minutes),
+            at_most(both, minutes),
             at_most(mean(plain, "nll"), mean(base, "nll")),
             above(mean(plain, "ood.svhn.auroc"), mean(base, "ood.svhn.auroc")),
         ]

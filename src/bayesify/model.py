@@ -49,8 +49,7 @@ def convert(
         method: What becomes random and how; `ABNN()` by default.
         likelihood: "classification", "binary", "multilabel", "regression", or a `Likelihood`.
         where: Which sites: a glob or globs over tensor names, the number of last sites, a
-            fraction of them ("*" is all), or a predicate on the name. By default the method's own
-            fraction, the last half for ABNN and all for others. "auto" chooses by held-out
+            fraction of them, or a predicate on the name; all by default. "auto" chooses by held-out
             likelihood how many of the last layers, the fewest that do: see `bayesify.choosing`. It
             chooses sites and nothing else: fit and calibrate as ever. `BayesianModel.choice` says
             what it tried.

@@ -87,7 +87,7 @@ def plan(
         model: A trained network. It is left as it is.
         method: The method; ABNN by default.
         where: Which sites: a glob or globs over tensor names, the number of last sites, a
-            fraction of them, or a predicate on the name. By default the method's own fraction.
+            fraction of them, or a predicate on the name; all by default.
         example: Inputs on which a copy of the network runs once, to learn the order in which its
             layers execute; without it they count in the order they are registered.
 
@@ -114,7 +114,7 @@ def plan(
         candidates = in_execution_order(
             candidates, private_copy(network), lambda copy: copy(*inputs.args, **inputs.kwargs)
         )
-    sites = select(candidates, method.share if where is None else where)
+    sites = select(candidates, where)
     posterior = method.posterior(sites, named_tensors(network))
     trainable = sum(tensor.numel() for tensor in posterior.parameters())
     return Plan(

@@ -20,7 +20,6 @@ probability over all members' draws. The layers' statistics stay as they are in 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from bayesify.sites import Site, Skipped, find_norms, require_sites
 
 @dataclass(frozen=True, kw_only=True)
 class ABNN(Method):
-    """Random scales in normalisation layers: the last half of them, unless `where` is given.
+    """Random scales in all normalisation layers, or in those that `where` names.
 
     Args:
         members: M, how many sets of scales and shifts are trained from the checkpoint.
@@ -53,9 +52,6 @@ class ABNN(Method):
     favoured_weight: float = 3.0
     lr: float = 3e-3
     weight_decay: float = 5e-4
-
-    # The first half makes a prediction nearly twice as dear and wins nothing: see docs/speed.md.
-    share: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:
         self.check_count("members")

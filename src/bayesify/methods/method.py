@@ -32,7 +32,6 @@ class Method(ABC):
 
     epochs: ClassVar[int] = 1  # passes of `fit` over the data, unless told
     validations: ClassVar[int] = 4  # how often `fit` looks at held-out data, unless told
-    share: ClassVar[float] = 1.0  # of the sites, the last ones, that are random unless told
     tempers: ClassVar[bool] = True  # whether `fit` chooses a temperature
     takes_ood: ClassVar[bool] = False
     solves: ClassVar[bool] = False
