@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
@@ -78,6 +78,30 @@ def test_calibrate_gives_the_same_twice_and_by_any_batch(
     again = bnn.calibrate(DataLoader(validation.dataset, batch_size=7))
     assert again.noise == pytest.approx(first.noise, rel=1e-3)
     assert again.nll == pytest.approx(first.nll, abs=1e-4)
+
+
+def test_the_search_sees_a_part_and_what_it_found_everything(
+    trained: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    tried = Search._try
+
+    def counted(search: Search, noise: float, *, everything: bool = False) -> Trial:
+        trial = tried(search, noise, everything=everything)
+        seen.append(len(trial.losses))
+        return trial
+
+    monkeypatch.setattr(Search, "_try", counted)
+    torch.manual_seed(0)
+    x = torch.randn(1500, 1, 8, 8)
+    with torch.no_grad():
+        y = torch.distributions.Categorical(logits=trained(x) / 3).sample()
+    bnn = bayesify.convert(trained, ABNN())
+    data = DataLoader(TensorDataset(x, y), batch_size=250)
+    chosen = bnn.calibrate(data)
+    assert seen == [1000] * (len(seen) - 1) + [1500]
+    assert chosen.evaluations == len(seen)
+    assert bnn.evaluate(data).nll == pytest.approx(chosen.nll, abs=1e-4)
 
 
 def test_noise_that_ruins_is_taken_away(validation: DataLoader, trained: nn.Module) -> None:
