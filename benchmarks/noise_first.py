@@ -38,7 +38,7 @@ def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
     calibrating, judging = HeldOut(list(labelled(images(time))), augmented=True).halves()
     data = [(inputs.args[0], target) for inputs, target in judging]
     strange = made_strange(time)
-    bnn = bayesify.convert(model, ABNN())
+    bnn = bayesify.convert(model, ABNN(), where=0.5)  # the default when this was decided
     search = Search(bnn, calibrating, bnn.method.draws, time)
     search._quiet()
     trials = dict(zip(WAYS, search._noisy(0.1), strict=True))
