@@ -41,7 +41,7 @@ def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
     bnn = bayesify.convert(model, ABNN(), where=0.5)  # the default when this was decided
     search = Search(bnn, calibrating, bnn.method.draws, time)
     search._quiet()
-    trials = dict(zip(WAYS, search._noisy(0.1), strict=True))
+    trials = dict(zip(WAYS, search._candidates(0.1), strict=True))
     found = {}
     for way, trial in trials.items():
         bnn.noise, bnn.temperature = trial.noise, trial.temperature

@@ -122,12 +122,17 @@ class Search:
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""
+        likeliest, most = self._candidates(start)
+        return most if as_likely(most, likeliest) and most.nll < quiet.nll else likeliest
+
+    def _candidates(self, start: float) -> tuple[Trial, Trial]:
+        """The noise that is likeliest with a temperature, and without one."""
         walked: dict[int, Trial] = {}
-        likeliest, most = (
+        tempered, alone = (
             self._try(self._walk(start, walked, attrgetter(measure)))
             for measure in ("nll", "untempered")
         )
-        return most if as_likely(most, likeliest) and most.nll < quiet.nll else likeliest
+        return tempered, alone
 
     def _walk(
         self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]
