@@ -70,7 +70,7 @@ def fit_or_load(
         "kept": result.kept,
         "held_out_nll": {
             "network": result.network_nll,
-            "untrained": result.untrained_nll,
+            "untrained": [part.untrained_nll for part in result.parts] or result.untrained_nll,
             "kept": result.nll,
         },
         "made_from": made_from,

@@ -20,6 +20,7 @@ MOST_EXAMPLES = 5000
 SEARCH_EXAMPLES = 1000
 LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
 FARTHEST = 6  # steps of the walk, a factor 8 each way
+NEAR = 0.25  # of a step, a factor 1.09: too little to try again
 POSITIONS = 1024  # of a dense output, that count
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
 
@@ -107,8 +108,9 @@ class Search:
         """Chooses the temperature alone, at the noise that the model has."""
         noise = self.model.noise
         try:
-            best = self._quiet(everything=True)
-            if noise and self.model.posterior.varies():
+            varies = noise > 0 and self.model.posterior.varies()
+            best = self._quiet(everything=not varies)
+            if varies:
                 best = self._try(noise, everything=True)
         finally:
             self.model.noise = noise
@@ -129,15 +131,14 @@ class Search:
         """The noise that is likeliest with a temperature, and without one."""
         walked: dict[int, Trial] = {}
         tempered, alone = (
-            self._try(self._walk(start, walked, attrgetter(measure)))
-            for measure in ("nll", "untempered")
+            self._walk(start, walked, attrgetter(measure)) for measure in ("nll", "untempered")
         )
         return tempered, alone
 
     def _walk(
         self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]
-    ) -> float:
-        """The noise where a measure is lowest, near `start`; adds what it tries to `trials`."""
+    ) -> Trial:
+        """The noise where a measure is lowest, near `start`; adds its steps to `trials`."""
 
         def value(position: int) -> float:
             if position not in trials:
@@ -151,10 +152,12 @@ class Search:
             if lowest:
                 break  # better in this direction: no need to look in the other
         if abs(lowest) == FARTHEST:
-            return trials[lowest].noise
+            return trials[lowest]
         left, middle, right = (value(lowest + step) for step in (-1, 0, 1))
-        vertex = lowest + 0.5 * (left - right) / max(left - 2 * middle + right, 1e-12)
-        return float(start * 2 ** (max(lowest - 1.0, min(lowest + 1.0, vertex)) / 2))
+        vertex = 0.5 * (left - right) / max(left - 2 * middle + right, 1e-12)
+        if abs(vertex) < NEAR:
+            return trials[lowest]
+        return self._try(start * 2 ** ((lowest + max(-1.0, min(1.0, vertex))) / 2))
 
     @torch.no_grad()
     def _try(self, noise: float, *, everything: bool = False) -> Trial:

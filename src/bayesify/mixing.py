@@ -43,7 +43,6 @@ def fit_mixture(
     assert isinstance(posterior, Parts)  # noqa: S101  (made by it)
     held = hold_out(loader, seed)[1] if validation is None else collect(validation, seed)
     judge = key("judge", seed)
-    untrained, _ = model.judge(held.batches, draws=method.components, seed=judge)
     results = []
     for index, part in enumerate(posterior.members()):
         alone = type(model)(
@@ -76,7 +75,7 @@ def fit_mixture(
         seconds=sum(result.seconds for result in results),
         kept=", ".join(result.kept for result in results),
         network_nll=results[0].network_nll,
-        untrained_nll=untrained,
+        untrained_nll=math.nan,
         nll=nll,
         groups=None,
         history=[],
