@@ -14,7 +14,8 @@ class FitResult:
         kept: The state kept: "network" (noise 0), "untrained", "step N", or "solved" where a method
             computes rather than trains.
         network_nll: Held-out NLL of the network itself.
-        untrained_nll: Held-out NLL of the posterior before training; of a mixture, its parts have it.
+        untrained_nll: Held-out NLL of the posterior before training; nan for a mixture, whose parts
+            have it.
         nll: Held-out NLL of the state kept.
         groups: How many draws a training batch had; None if every example had its own.
         history: (step, training loss, held-out NLL), at each validation.
