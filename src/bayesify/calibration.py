@@ -129,21 +129,24 @@ class Search:
 
     def _candidates(self, start: float) -> tuple[Trial, Trial]:
         """The noise that is likeliest with a temperature, and without one."""
-        walked: dict[int, Trial] = {}
+        walked: dict[float, Trial] = {}
         tempered, alone = (
             self._walk(start, walked, attrgetter(measure)) for measure in ("nll", "untempered")
         )
         return tempered, alone
 
     def _walk(
-        self, start: float, trials: dict[int, Trial], measure: Callable[[Trial], float]
+        self, start: float, trials: dict[float, Trial], measure: Callable[[Trial], float]
     ) -> Trial:
-        """The noise where a measure is lowest, near `start`; adds its steps to `trials`."""
+        """The noise where a measure is lowest, near `start`; adds what it tries to `trials`."""
 
-        def value(position: int) -> float:
+        def tried(position: float) -> Trial:
             if position not in trials:
                 trials[position] = self._try(start * 2 ** (position / 2))
-            return measure(trials[position])
+            return trials[position]
+
+        def value(position: int) -> float:
+            return measure(tried(position))
 
         lowest = 0
         for direction in (1, -1):
@@ -155,9 +158,9 @@ class Search:
             return trials[lowest]
         left, middle, right = (value(lowest + step) for step in (-1, 0, 1))
         vertex = 0.5 * (left - right) / max(left - 2 * middle + right, 1e-12)
-        if abs(vertex) < NEAR:
-            return trials[lowest]
-        return self._try(start * 2 ** ((lowest + max(-1.0, min(1.0, vertex))) / 2))
+        vertex = lowest + max(-1.0, min(1.0, vertex))
+        nearest = min(trials, key=lambda position: abs(position - vertex))
+        return tried(nearest if abs(nearest - vertex) < NEAR else vertex)
 
     @torch.no_grad()
     def _try(self, noise: float, *, everything: bool = False) -> Trial:

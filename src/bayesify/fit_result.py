@@ -16,7 +16,7 @@ class FitResult:
         network_nll: Held-out NLL of the network itself.
         untrained_nll: Held-out NLL of the posterior before training; nan for a mixture, whose parts
             have it.
-        nll: Held-out NLL of the state kept.
+        nll: Held-out NLL of the state kept; of a mixture, at its temperature.
         groups: How many draws a training batch had; None if every example had its own.
         history: (step, training loss, held-out NLL), at each validation.
         temperature: What logits are divided by from now on.
@@ -40,8 +40,8 @@ class FitResult:
 
     def __str__(self) -> str:
         if self.parts:
-            together = f"together: held-out NLL {self.nll:.4f}{self._tempered()}"
-            return "\n".join([*map(str, self.parts), together])
+            together = f"together: held-out NLL {self.nll:.4f} at a temperature of "
+            return "\n".join([*map(str, self.parts), f"{together}{self.temperature:.3g}"])
         trained = f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)})"
         return (
             f"{trained if self.steps else 'no training steps'}; held-out NLL: the network "

@@ -42,7 +42,6 @@ def fit_mixture(
     assert isinstance(method, Mixture)  # noqa: S101  (asked before)
     assert isinstance(posterior, Parts)  # noqa: S101  (made by it)
     held = hold_out(loader, seed)[1] if validation is None else collect(validation, seed)
-    judge = key("judge", seed)
     results = []
     for index, part in enumerate(posterior.members()):
         alone = type(model)(
@@ -65,11 +64,12 @@ def fit_mixture(
         finally:
             posterior.part_fitted(index)
         results.append(fitted)
-    nll, _ = model.judge(held.batches, draws=method.components, seed=judge)
     tempered = math.nan
     if temper and (validation is not None or held.augmented):
-        found = Search(model, held.batches, method.draws, judge).temper()
-        model.temperature, tempered = found.temperature, found.nll
+        found = Search(model, held.batches, method.draws, key("judge", seed)).temper()
+        model.temperature, tempered, nll = found.temperature, found.nll, found.nll
+    else:
+        nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))
     return FitResult(
         steps=sum(result.steps for result in results),
         seconds=sum(result.seconds for result in results),
