@@ -1,56 +1,84 @@
-"""Which methods to mix? By training images alone: no test set is read.
+"""What to mix, and how much noise ABNN gets there? By training images: no test set is read.
 
-    BAYESIFY_DATA=../shared/data python -m benchmarks.mixture
+    BAYESIFY_DATA=../shared/data python -m benchmarks.mixture NETWORK [--seed 0]
 
-ABNN, BayesAdapter and iBNN as `make bench-quality` fits them on ResNet-20 (seed 0; fits that are in
-its cache are taken from there), and every mixture of them: NLL, with no temperature, of the 2,000
-training images that `fit` held out, strongly augmented. 24 draws in all, equally many of each part.
-Writes benchmarks/results/mixture.json.
+NETWORK is resnet20 or resnet56. The mixture as `make bench-quality` fits it (a fit that is in its
+cache is taken from there), its parts, and all that can be mixed of them, with eight draws of each
+part and no temperature: NLL and accuracy on the 2,000 training images that `fit` held out, strongly
+augmented. Then all parts, with other factors on the noise that ABNN was fitted with. Adds to
+benchmarks/results/mixture.json.
 """
 
+import argparse
 import json
 from itertools import combinations
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from bayesify import BayesianModel
+from bayesify.methods.mixture import Parts
 from bayesify.posterior import key
-from bayesify.validation import hold_out
+from bayesify.validation import HeldOut, hold_out
 from benchmarks.quality.headline import fitted
 from benchmarks.quality.labels import training_batches
 from benchmarks.quality.results import RESULTS
 from benchmarks.quality.settings import FULL
 from benchmarks.quality.units import Unit
 
-METHODS = ("ABNN", "BayesAdapter", "iBNN")
+PARTS = ("ABNN", "BayesAdapter", "iBNN")
+FACTORS = (0.0, 0.5, 2.0)
 DRAWS = 24
+FILE = RESULTS / "mixture.json"
+
+
+def probabilities(bnn: BayesianModel, held: HeldOut) -> list[Tensor]:
+    """Each part's mean probabilities."""
+    seed = key("judge", 0)
+    outputs = [
+        torch.cat(list(bnn.outputs(x, draws=DRAWS, seed=seed))).softmax(2) for x, _ in held.batches
+    ]
+    drawn = torch.cat(outputs, dim=1)
+    return [drawn[part :: len(PARTS)].mean(0) for part in range(len(PARTS))]
+
+
+def judged(mixed: list[Tensor], target: Tensor) -> dict[str, float]:
+    probs = torch.stack(mixed).mean(0)
+    losses = -probs[torch.arange(len(target)), target].log()
+    return {
+        "nll": losses.mean().item(),
+        "error": losses.std().item() / len(losses) ** 0.5,
+        "accuracy": (probs.argmax(1) == target).float().mean().item(),
+    }
 
 
 @torch.no_grad()
 def main() -> None:
-    _, held = hold_out(training_batches(f"cifar10:train[:{FULL.train}]"), 0)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("network", choices=("resnet20", "resnet56"))
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    _, held = hold_out(training_batches(f"cifar10:train[:{FULL.train}]"), asked.seed)
     target = torch.cat([torch.as_tensor(y) for _, y in held.batches])
-    draws: dict[str, Tensor] = {}  # probability of the right class, by draw and image
-    for name in METHODS:
-        bnn, _ = fitted(Unit("cifar10-resnet20", name, 0, "fit"), FULL)
-        outputs = [
-            torch.cat(list(bnn.outputs(x, draws=DRAWS, seed=key("judge", 0))))
-            for x, _ in held.batches
-        ]
-        probs = torch.cat(outputs, dim=1).softmax(2)
-        draws[name] = probs[:, torch.arange(len(target)), target]
-    found = {}
-    for parts in range(1, 4):
-        for names in combinations(METHODS, parts):
-            each = [draws[name][: DRAWS // parts].mean(0) for name in names]
-            losses = -torch.stack(each).mean(0).log()
-            found[" + ".join(names)] = {
-                "nll": losses.mean().item(),
-                "error": losses.std().item() / len(losses) ** 0.5,
-            }
-            print(" + ".join(names), found[" + ".join(names)], flush=True)
-    content = {"command": "python -m benchmarks.mixture", "images": len(target), "nll": found}
-    (RESULTS / "mixture.json").write_text(json.dumps(content, indent=2) + "\n")
+    bnn, _ = fitted(Unit(f"cifar10-{asked.network}", "Mixture", asked.seed, "fit"), FULL)
+    each = probabilities(bnn, held)
+    found = {
+        " + ".join(PARTS[part] for part in parts): judged([each[part] for part in parts], target)
+        for count in range(1, len(PARTS) + 1)
+        for parts in combinations(range(len(PARTS)), count)
+    }
+    abnn = cast("Parts", bnn.posterior).members()[0]
+    own = abnn.noise
+    for factor in FACTORS:
+        abnn.noise = factor * own
+        quieter, *_ = probabilities(bnn, held)
+        found[f"all, ABNN's noise times {factor:g}"] = judged([quieter, *each[1:]], target)
+    for name, figures in found.items():
+        print(name, figures, flush=True)
+    content = json.loads(FILE.read_text()) if FILE.exists() else {}
+    content[f"{asked.network} --seed {asked.seed}"] = {"method": repr(bnn.method), **found}
+    FILE.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":
