@@ -42,8 +42,7 @@ class Mixture(Method):
         3
     """
 
-    # Of all draws ABNN has a third, and with few draws less noise is likelier.
-    parts: Sequence[Method] = (ABNN(members=2, noise=0.05), BayesAdapter(), IBNN())
+    parts: Sequence[Method] = (ABNN(members=2), BayesAdapter(), IBNN())
     noise: float = 1.0
     draws: int = 24
 
