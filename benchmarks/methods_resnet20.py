@@ -4,8 +4,8 @@
 
 METHOD is bayes-adapter (without regularisation, the paper's BayesAdapter-), the same as the paper
 trains it (bayes-adapter-sgd) or with attacks on itself as outliers (bayes-adapter-ood, which wants
---epochs 1 --groups 8 --keep last --noise 0.9), or ibnn. Fits on CIFAR-10 training images alone,
-with no temperature, then looks at all 10,000 test images and 5,000 SVHN crops.
+--epochs 1 --groups 8 --keep last --noise 0.9), or ibnn. Fits on CIFAR-10 training images alone, no temperature,
+then looks at all 10,000 test images and 5,000 SVHN crops.
 --pgd attacks 1,000 test images (20 steps of 0.003 within 0.031, through 20 draws) and tells them
 from the clean ones by mutual information, and for the network itself by its entropy.
 Writes benchmarks/results/resnet20-METHOD-AUGMENT-seed<seed>.json.
