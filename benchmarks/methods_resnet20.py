@@ -4,7 +4,7 @@
 
 METHOD is bayes-adapter (without regularisation, the paper's BayesAdapter-), the same as the paper
 trains it (bayes-adapter-sgd) or with attacks on itself as outliers (bayes-adapter-ood, which wants
---epochs 1 --groups 8 --keep last --noise 0.9), or ibnn. Fits on CIFAR-10 training images alone, no temperature,
+--epochs 1 --groups 8 --keep last), or ibnn. Fits on CIFAR-10 training images alone, no temperature,
 then looks at all 10,000 test images and 5,000 SVHN crops.
 --pgd attacks 1,000 test images (20 steps of 0.003 within 0.031, through 20 draws) and tells them
 from the clean ones by mutual information, and for the network itself by its entropy.
@@ -31,12 +31,12 @@ METHODS: dict[str, Method] = {
     "bayes-adapter": BayesAdapter(),
     "bayes-adapter-sgd": BayesAdapter(adapt_statistics=False, adam=False, psi_lr=0.1),
     "bayes-adapter-ood": BayesAdapter(
-        head_log_std=(-0.4, 0.6),
+        head_log_std=(-0.5, 0.5),
         ood_radius=0.031,
         ood_steps=8,
         ood_weight=2.0,
         margin=0.65,
-        lr=4e-5,
+        lr=2e-4,
         psi_lr=5e-4,
         adapt_statistics=False,
     ),
@@ -79,7 +79,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--groups", type=int, help="draws of a training batch")
     parser.add_argument("--keep", default="best", choices=("best", "last"))
-    parser.add_argument("--noise", type=float, help="factor on the noise after the fit")
     parser.add_argument("--pgd", type=int, default=0, help="test images to attack")
     arguments = parser.parse_args()
     seed, name = arguments.seed, arguments.method
@@ -91,7 +90,6 @@ def main() -> None:
     command += f" --epochs {arguments.epochs}" if arguments.epochs else ""
     command += f" --groups {arguments.groups}" if arguments.groups else ""
     command += f" --precision {arguments.precision}" if arguments.precision else ""
-    command += f" --noise {arguments.noise}" if arguments.noise else ""
     method = METHODS[name]
     model = load_model("cifar10-resnet20")
     bnn = bayesify.convert(model, method)
@@ -108,8 +106,6 @@ def main() -> None:
         precision=arguments.precision,
         groups=arguments.groups,
     )
-    if arguments.noise:
-        bnn.noise = arguments.noise
     results: dict[str, Any] = {
         "command": command,
         "method": repr(method),
