@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -84,11 +85,13 @@ def test_the_search_sees_a_part_and_what_it_found_everything(
     trained: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
+    noises: list[float] = []
     tried = Search._try
 
     def counted(search: Search, noise: float, *, everything: bool = False) -> Trial:
         trial = tried(search, noise, everything=everything)
         seen.append(len(trial.losses))
+        noises.append(noise)
         return trial
 
     monkeypatch.setattr(Search, "_try", counted)
@@ -100,6 +103,10 @@ def test_the_search_sees_a_part_and_what_it_found_everything(
     data = DataLoader(TensorDataset(x, y), batch_size=250)
     chosen = bnn.calibrate(data)
     assert seen == [1000] * (len(seen) - 1) + [1500]
+    quiet, *searched, everything = noises
+    assert quiet == 0
+    assert everything in noises[:-1]
+    assert all(b > 1.09 * a for a, b in itertools.pairwise(sorted(searched)))  # none almost twice
     assert chosen.evaluations == len(seen)
     assert bnn.evaluate(data).nll == pytest.approx(chosen.nll, abs=1e-4)
 
