@@ -72,8 +72,8 @@ def main() -> None:
     own = abnn.noise
     for factor in FACTORS:
         abnn.noise = factor * own
-        quieter, *_ = probabilities(bnn, held)
-        found[f"all, ABNN's noise times {factor:g}"] = judged([quieter, *each[1:]], target)
+        other, *_ = probabilities(bnn, held)
+        found[f"all, ABNN's noise times {factor:g}"] = judged([other, *each[1:]], target)
     for name, figures in found.items():
         print(name, figures, flush=True)
     content = json.loads(FILE.read_text()) if FILE.exists() else {}
