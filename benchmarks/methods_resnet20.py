@@ -29,7 +29,7 @@ from bayesify.zoo import load_model
 RESULTS = Path(__file__).parent / "results"
 METHODS: dict[str, Method] = {
     "bayes-adapter": BayesAdapter(),
-    "bayes-adapter-sgd": BayesAdapter(adapt_statistics=False, adam=False, psi_lr=0.1),
+    "bayes-adapter-sgd": BayesAdapter(adapt_statistics=False, adam=False, lr=1e-4, psi_lr=0.1),
     "bayes-adapter-ood": BayesAdapter(
         head_log_std=(-0.5, 0.5),
         ood_radius=0.031,

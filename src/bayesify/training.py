@@ -351,7 +351,7 @@ class Fit:
             raise NonFiniteError(
                 f"the loss is {total} at step {self.at.step + 1}: training stopped, and the best "
                 f"state so far was kept ({self.at.kept}). Lower the learning rate "
-                f"({type(self.method).__name__}(lr={self.method.to_dict().get('lr', 0) / 10:g})), "
+                f"({type(self.method).__name__}(lr={optimizer.param_groups[0]['lr'] / 10:.1g})), "
                 f"or look for extreme inputs."
             )
         self.gradients.scaler.unscale_(optimizer)  # a hook may add to gradients

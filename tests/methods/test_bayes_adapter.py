@@ -1,3 +1,4 @@
+import copy
 import math
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 import bayesify
-from bayesify import ABNN, BayesAdapter, DataError, SettingError
+from bayesify import ABNN, IBNN, BayesAdapter, DataError, SettingError
 from bayesify.batches import Inputs, as_inputs
 from bayesify.methods import bayes_adapter, make_method
 from bayesify.methods.bayes_adapter import with_kl_gradients
@@ -251,6 +252,27 @@ def test_means_and_psi_train_at_rates_of_their_own(
 
     assert moved(lr=0.01, psi_lr=0.0) == (True, False)
     assert moved(lr=0.0, psi_lr=0.1) == (False, True)
+
+
+@pytest.mark.parametrize("method", [BayesAdapter, IBNN])
+def test_the_rate_follows_the_size_of_the_weights(
+    method: type[BayesAdapter | IBNN], trained: nn.Module
+) -> None:
+    def rate(network: nn.Module, lr: float | None = None) -> float:
+        chosen = method(lr=lr)
+        optimizer = chosen.optimizer(bayesify.convert(network, chosen).posterior, 100)
+        found: float = optimizer.param_groups[0]["lr"]
+        return found
+
+    weights = [p.detach().flatten() for p in trained.parameters() if p.ndim > 1]
+    size = torch.cat(weights).square().mean().sqrt().item()
+    assert rate(trained) == pytest.approx(0.0025 * size)
+    larger = copy.deepcopy(trained)
+    with torch.no_grad():
+        for parameter in larger.parameters():
+            parameter.mul_(10)
+    assert rate(larger) == pytest.approx(0.025 * size)
+    assert rate(trained, 1e-5) == rate(larger, 1e-5) == 1e-5
 
 
 # Outliers

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.errors import SettingError
-from bayesify.methods.method import Method, nesterov
+from bayesify.methods.method import Method, nesterov, weights_rate
 from bayesify.posterior import MeanField, Posterior
 from bayesify.sites import Site, Skipped, find_parameters
 
@@ -56,7 +56,7 @@ class BayesAdapter(Method):
         ood_weight: How much the loss on outliers counts.
         ood_radius: Uniform noise, in pixel units, that makes outliers of training images; 0: none.
         ood_steps: Most gradient steps that turn this noise against the network as it is.
-        lr: Peak learning rate of mu (a cosine).
+        lr: Peak learning rate of mu (a cosine); None: 0.25 % of the weights' root mean square.
         psi_lr: Learning rate of psi, a fifth of it from each quarter of the fit to the next.
         adapt_statistics: Whether running statistics of normalisation layers follow the training
             images. Where there are any a batch has one draw, unless `fit(groups=...)` says
@@ -80,7 +80,7 @@ class BayesAdapter(Method):
     ood_weight: float = 1.0
     ood_radius: float = 0.0
     ood_steps: int = 0
-    lr: float = 1e-4
+    lr: float | None = None
     psi_lr: float = 1e-3
     adapt_statistics: bool = True
     adam: bool = True
@@ -94,7 +94,9 @@ class BayesAdapter(Method):
         if self.head_log_std is not None:
             self.check_log_std("head_log_std")
         self.check_count("ood_steps", least=0)
-        self.check_numbers("weight_decay", "margin", "ood_weight", "ood_radius", "lr", "psi_lr")
+        self.check_numbers("weight_decay", "margin", "ood_weight", "ood_radius", "psi_lr")
+        if self.lr is not None:
+            self.check_numbers("lr")
         if self.ood_steps and not self.ood_radius:
             raise SettingError(
                 f"ood_steps={self.ood_steps} turns noise against the network, and ood_radius=0 is "
@@ -122,8 +124,9 @@ class BayesAdapter(Method):
     def optimizer(self, posterior: Posterior, examples: int) -> torch.optim.Optimizer:
         """Means and psi at rates of their own, with the KL's gradients built in."""
         assert isinstance(posterior, MeanField)  # noqa: S101  (made above)
+        means = list(posterior.mean.parameters())
         groups = [
-            {"params": list(posterior.mean.parameters()), "lr": self.lr},
+            {"params": means, "lr": weights_rate(means) if self.lr is None else self.lr},
             {"params": list(posterior.log_std.parameters()), "lr": self.psi_lr},
         ]
         optimizer = torch.optim.Adam(groups, fused=True) if self.adam else nesterov(groups)

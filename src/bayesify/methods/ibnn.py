@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from bayesify.errors import NothingToRandomiseError
 from bayesify.gates import gate_inputs
-from bayesify.methods.method import Method, nesterov
+from bayesify.methods.method import Method, nesterov, weights_rate
 from bayesify.posterior import Latent, Posterior
 from bayesify.sites import Site, Skipped
 
@@ -46,7 +46,8 @@ class IBNN(Method):
         std: The standard deviations start as |N(a, b^2)| of this pair.
         samples: S, draws of each example in a training step.
         bias_noise: Whether biases get random scales too.
-        lr: Peak learning rate of weights and biases (a cosine).
+        lr: Peak learning rate of weights and biases (a cosine); None: 0.25 % of the weights' root
+            mean square.
         latent_lr: Learning rate of the latent distributions, a quarter of it at the end.
         weight_decay: Of weights and biases.
         adapt_statistics: Whether running statistics of normalisation layers follow the training
@@ -64,7 +65,7 @@ class IBNN(Method):
     std: tuple[float, float] = (0.05, 0.02)
     samples: int = 1
     bias_noise: bool = False
-    lr: float = 1e-4
+    lr: float | None = None
     latent_lr: float = 1e-3
     weight_decay: float = 5e-4
     adapt_statistics: bool = True
@@ -77,7 +78,9 @@ class IBNN(Method):
         self.check_pair("std")
         self.check_count("components")
         self.check_count("samples")
-        self.check_numbers("mean_std", "lr", "latent_lr", "weight_decay")
+        self.check_numbers("mean_std", "latent_lr", "weight_decay")
+        if self.lr is not None:
+            self.check_numbers("lr")
         self.check_numbers("prior_std", least=1e-6)
         super().__post_init__()
 
@@ -121,8 +124,9 @@ class IBNN(Method):
         assert isinstance(posterior, Latent)  # noqa: S101  (made above)
         latent = [*posterior.mean.parameters(), *posterior.rho.parameters()]
         weights = list(posterior.weights.parameters())
+        lr = weights_rate(weights) if self.lr is None else self.lr
         groups = [
-            {"params": weights, "lr": self.lr, "weight_decay": self.weight_decay},
+            {"params": weights, "lr": lr, "weight_decay": self.weight_decay},
             {"params": latent, "lr": self.latent_lr},
         ]
         if self.scratch:
