@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--groups", type=int, help="draws of a training batch")
     parser.add_argument("--keep", default="best", choices=("best", "last"))
+    parser.add_argument("--noise", type=float, default=1.0, help="factor on it, after the fit")
     parser.add_argument("--pgd", type=int, default=0, help="test images to attack")
     arguments = parser.parse_args()
     seed, name = arguments.seed, arguments.method
@@ -89,6 +90,7 @@ def main() -> None:
     )
     command += f" --epochs {arguments.epochs}" if arguments.epochs else ""
     command += f" --groups {arguments.groups}" if arguments.groups else ""
+    command += f" --noise {arguments.noise:g}" if arguments.noise != 1 else ""
     command += f" --precision {arguments.precision}" if arguments.precision else ""
     method = METHODS[name]
     model = load_model("cifar10-resnet20")
@@ -106,6 +108,7 @@ def main() -> None:
         precision=arguments.precision,
         groups=arguments.groups,
     )
+    bnn.noise *= arguments.noise
     results: dict[str, Any] = {
         "command": command,
         "method": repr(method),
