@@ -721,27 +721,28 @@ RESUMED = {
 }
 
 
+class Interrupted:
+    """A loader that breaks off at a batch."""
+
+    def __init__(self, loader: DataLoader, last: int) -> None:
+        self.loader, self.left = loader, last
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[object]:
+        for batch in self.loader:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield batch
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_interrupted_and_resumed_gives_the_same_result(
     trained: nn.Module, loader: DataLoader, validation: DataLoader, tmp_path: Path, name: str
 ) -> None:
     method, settings = RESUMED[name]
-
-    class Interrupted:
-        """The loader, which breaks off at a batch."""
-
-        def __init__(self, last: int) -> None:
-            self.left = last
-
-        def __len__(self) -> int:
-            return len(loader)
-
-        def __iter__(self) -> Iterator[object]:
-            for batch in loader:
-                if self.left == 0:
-                    raise KeyboardInterrupt
-                self.left -= 1
-                yield batch
 
     def run(checkpoint: Path, data: object) -> tuple[list[object], dict[str, Tensor]]:
         bnn = bayesify.convert(trained, method)
@@ -761,10 +762,39 @@ def test_interrupted_and_resumed_gives_the_same_result(
     whole, expected = run(tmp_path / "a", loader)
     for last in (2, 6):  # within the first epoch, and within the second
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "b", Interrupted(last))
+            run(tmp_path / "b", Interrupted(loader, last))
     parts, found = run(tmp_path / "b", loader)
     assert parts == whole
     assert same(expected, found)
+
+
+def test_a_rate_that_follows_the_weights_is_that_of_the_first_ones(
+    trained: nn.Module, loader: DataLoader, validation: DataLoader, tmp_path: Path
+) -> None:
+    # What was interrupted has the best weights so far, which are no longer the network's.
+    def run(bnn: bayesify.BayesianModel, checkpoint: Path, data: object) -> None:
+        bnn.fit(
+            data,
+            epochs=2,
+            validation=validation,
+            validations=2 * len(loader),
+            checkpoint=checkpoint,
+            checkpoint_seconds=0,
+            keep="last",
+            progress=False,
+        )
+
+    whole = bayesify.convert(trained, BayesAdapter(draws=2))
+    run(whole, tmp_path / "a", loader)
+    parts = bayesify.convert(trained, BayesAdapter(draws=2))
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, tmp_path / "b", Interrupted(loader, 6))
+    # Far enough that a rate of these would be another.
+    with torch.no_grad():
+        for mean in parts.posterior.mean.parameters():
+            mean.mul_(2)
+    run(parts, tmp_path / "b", loader)
+    assert same(whole.posterior.tensors(), parts.posterior.tensors())
 
 
 def test_a_finished_fit_is_not_done_again(

@@ -47,6 +47,9 @@ class _Progress:
     best_noise: float = 0.0
     best_temperature: float = 1.0
     solved: bool = False
+    rates: list[float] = field(
+        default_factory=list
+    )  # peaks: they may follow from the first weights
     history: list[list[float]] = field(default_factory=list)
 
 
@@ -164,6 +167,8 @@ class Fit:
             self.steps = 0
         elif own := list(model.likelihood.parameters()):
             self.optimizer.add_param_group({"params": own, "lr": 1e-2, "weight_decay": 0.0})
+        if self.optimizer is not None:
+            self.at.rates = [group["lr"] for group in self.optimizer.param_groups]
         resumed = self._resume()
         with self._features():
             if not resumed:
@@ -266,7 +271,6 @@ class Fit:
 
         at = self.at
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        rates = [group["lr"] for group in optimizer.param_groups]
         saved = begun = time.monotonic() - at.seconds
         bar = tqdm(
             total=self.steps, initial=at.step, disable=not self.show, desc="fit", unit="step"
@@ -276,7 +280,7 @@ class Fit:
             for inputs, target in self._batches():
                 factors = self.method.rates(at.step / self.steps)
                 for index, (group, rate) in enumerate(
-                    zip(optimizer.param_groups, rates, strict=True)
+                    zip(optimizer.param_groups, at.rates, strict=True)
                 ):
                     group["lr"] = rate * factors[min(index, len(factors) - 1)]
                 loss = self._step(inputs, target, parameters, optimizer)
