@@ -47,9 +47,8 @@ class _Progress:
     best_noise: float = 0.0
     best_temperature: float = 1.0
     solved: bool = False
-    rates: list[float] = field(
-        default_factory=list
-    )  # peaks: they may follow from the first weights
+    # Peaks of the optimizer's groups, which may follow from the weights that a fit begins with.
+    rates: list[float] = field(default_factory=list)
     history: list[list[float]] = field(default_factory=list)
 
 

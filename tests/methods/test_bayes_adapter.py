@@ -273,6 +273,10 @@ def test_the_rate_follows_the_size_of_the_weights(
             parameter.mul_(10)
     assert rate(larger) == pytest.approx(0.025 * size)
     assert rate(trained, 1e-5) == rate(larger, 1e-5) == 1e-5
+    with torch.no_grad():
+        for parameter in larger.parameters():
+            parameter.zero_()
+    assert rate(larger) > 0
 
 
 # Outliers

@@ -228,7 +228,8 @@ def weights_rate(weights: Iterable[Tensor]) -> float:
     weights = [weight.detach() for weight in weights]
     matrices = [weight for weight in weights if weight.ndim > 1] or weights
     squares = sum(matrix.norm().item() ** 2 for matrix in matrices)
-    return 0.0025 * math.sqrt(squares / sum(matrix.numel() for matrix in matrices))
+    rate = 0.0025 * math.sqrt(squares / sum(matrix.numel() for matrix in matrices))
+    return rate or 1e-4  # of weights that are all zero, such as biases alone, nothing can be told
 
 
 def _is_number(value: object) -> bool:
