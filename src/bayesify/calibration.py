@@ -104,13 +104,20 @@ class Search:
             self.model.noise = before
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
-    def temper(self) -> Calibration:
-        """Chooses the temperature alone, at the noise that the model has."""
+    def temper(self, *, mirror: bool = False) -> Calibration:
+        """Chooses the temperature alone, at the noise that the model has.
+
+        Args:
+            mirror: Whether to find out, before that, if the model should be `mirrored`; it is left
+                so. Otherwise that stays as it is.
+        """
         noise = self.model.noise
         try:
             varies = noise > 0 and self.model.posterior.varies()
             best = self._quiet(everything=not varies)
             if varies:
+                if mirror:
+                    self.model.mirrored = self._mirror(noise)
                 best = self._try(noise, everything=True)
         finally:
             self.model.noise = noise
@@ -121,6 +128,19 @@ class Search:
         quiet = self._try(0.0, everything=everything)
         self.coldest = min(1.0, quiet.temperature)
         return quiet
+
+    def _mirror(self, noise: float) -> bool:
+        """Whether mirrored draws are likelier; no, if outputs would have to be moved back."""
+        inputs, target = self.batches[0]
+        if self._outputs(inputs[:1], target[:1], self.model.method.components)[0].ndim > 3:
+            return False
+        before, nlls = self.model.mirrored, []
+        try:
+            for self.model.mirrored in (False, True):
+                nlls.append(self._try(noise).nll)
+        finally:
+            self.model.mirrored = before
+        return nlls[1] < nlls[0]
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""

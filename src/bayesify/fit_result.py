@@ -22,6 +22,7 @@ class FitResult:
         temperature: What logits are divided by from now on.
         tempered_nll: Held-out NLL of the state kept, with that.
         cache: How much was kept of the trunk's outputs, or why they were not.
+        mirrored: Whether half of the draws see images mirrored from now on.
         parts: What the fits of a mixture's parts did, which then have groups, history and cache.
     """
 
@@ -36,12 +37,13 @@ class FitResult:
     temperature: float = 1.0
     tempered_nll: float = math.nan
     cache: str = field(default="", repr=False, compare=False)
+    mirrored: bool = False
     parts: tuple["FitResult", ...] = ()
 
     def __str__(self) -> str:
         if self.parts:
-            together = f"together: held-out NLL {self.nll:.4f} at a temperature of "
-            return "\n".join([*map(str, self.parts), f"{together}{self.temperature:.3g}"])
+            together = f"together: held-out NLL {self.nll:.4f}{self._chosen()}"
+            return "\n".join([*map(str, self.parts), together])
         trained = f"{self.steps} steps in {self.seconds:.0f} s ({describe_groups(self.groups)})"
         return (
             f"{trained if self.steps else 'no training steps'}; held-out NLL: the network "
@@ -52,7 +54,11 @@ class FitResult:
     def _tempered(self) -> str:
         if math.isnan(self.tempered_nll):
             return ""
-        return f", {self.tempered_nll:.4f} at a temperature of {self.temperature:.3g}"
+        return f", {self.tempered_nll:.4f}{self._chosen()}"
+
+    def _chosen(self) -> str:
+        mirrored = ", half of the draws mirrored" if self.mirrored else ""
+        return f" at a temperature of {self.temperature:.3g}{mirrored}"
 
 
 def describe_groups(groups: int | None) -> str:

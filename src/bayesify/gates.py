@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesify.errors import DataError
 from bayesify.sites import Site, slots
 
 GATE = "input_scale"
@@ -143,3 +144,38 @@ def map_input(
         return (function(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs))
     return args, {**kwargs, name: function(kwargs[name])}
+
+
+def map_images(
+    function: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    who: str,
+    instead: str,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Applies a function to the images of a call: its first tensor of real numbers.
+
+    Args:
+        function: Of images `[B, C, H, W]`.
+        args: The call's arguments.
+        kwargs: Its keywords.
+        who: For the error, "... images".
+        instead: What to do without.
+
+    Raises:
+        DataError: If that is no batch of images, or there is none.
+    """
+    named = [*enumerate(args), *kwargs.items()]
+    found = next((n for n, v in named if isinstance(v, Tensor) and v.is_floating_point()), None)
+    images = None if found is None else dict(named)[found]
+    if images is None or images.ndim != 4:
+        shape = "there is none" if images is None else f"it has shape {list(images.shape)}"
+        raise DataError(
+            f"{who} images: the first tensor of real numbers among the inputs must be "
+            f"[B, C, H, W], and {shape}. {instead}"
+        )
+    new = function(images)
+    return (
+        tuple(new if place == found else value for place, value in enumerate(args)),
+        {name: new if name == found else value for name, value in kwargs.items()},
+    )

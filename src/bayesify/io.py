@@ -43,6 +43,7 @@ def save(model: BayesianModel, path: str | Path) -> None:
         "choice": None if model.choice is None else asdict(model.choice),
         "noise": model.noise,
         "temperature": model.temperature,
+        "mirrored": model.mirrored,
         "network": {
             "class": type(model.network).__name__,
             "tensors": _shapes(model.network),
@@ -88,6 +89,7 @@ def load(
         noise, temperature = float(description["noise"]), float(description["temperature"])
         if not 0 < temperature < float("inf"):
             raise CorruptFileError(f"{path / DESCRIPTION} has a temperature of {temperature}.")
+        mirrored = bool(description.get("mirrored", False))
         choice = Choice.from_dict(chosen) if (chosen := description.get("choice")) else None
         method = make_method(description["method"]["name"], description["method"]["settings"])
         meaning = _likelihood(description["likelihood"], likelihood)
@@ -111,6 +113,7 @@ def load(
             parameter.copy_(tensors[name])
     loaded.noise = noise
     loaded.temperature = temperature
+    loaded.mirrored = mirrored
     loaded.choice = choice
     return loaded
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bayesify.augmentation import Augment, as_augment, mirrors
 from bayesify.calibration import Search
 from bayesify.fit_result import FitResult
 from bayesify.methods.mixture import Mixture, Parts, part_sites
@@ -23,6 +24,7 @@ def fit_mixture(
     *,
     validation: Iterable[Any] | None,
     checkpoint: str | Path | None,
+    augment: str | Augment | None,
     temper: bool,
     seed: int,
     **settings: Any,
@@ -34,6 +36,7 @@ def fit_mixture(
         loader: Training data.
         validation: Held-out data; without it, every part holds out the same examples.
         checkpoint: Where progress is kept; every part but the first has a file beside it.
+        augment: Of training images.
         temper: Whether the temperature is chosen at the end.
         seed: Of all parts.
         settings: More of `fit`.
@@ -57,6 +60,7 @@ def fit_mixture(
                 loader,
                 validation=validation,
                 checkpoint=None if checkpoint is None else part_file(checkpoint, index),
+                augment=augment,
                 temper=False,
                 seed=seed,
                 **settings,
@@ -66,7 +70,9 @@ def fit_mixture(
         results.append(fitted)
     tempered = math.nan
     if temper and (validation is not None or held.augmented):
-        found = Search(model, held.batches, method.draws, key("judge", seed)).temper()
+        mirror = mirrors(as_augment(augment)) and not model.runner.shares_trunk
+        search = Search(model, held.batches, method.draws, key("judge", seed))
+        found = search.temper(mirror=mirror)
         model.temperature, tempered, nll = found.temperature, found.nll, found.nll
     else:
         nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))
@@ -81,6 +87,7 @@ def fit_mixture(
         history=[],
         temperature=model.temperature,
         tempered_nll=tempered,
+        mirrored=model.mirrored,
         parts=tuple(results),
     )
 

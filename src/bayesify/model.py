@@ -18,9 +18,10 @@ from bayesify.files import fingerprint
 from bayesify.fit_result import FitResult
 from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
 from bayesify.methods import Method, Mixture
+from bayesify.mirror import MIRROR, add_mirror, mirrored
 from bayesify.outliers import Normalisation, Outliers
 from bayesify.plan import plan
-from bayesify.posterior import Posterior
+from bayesify.posterior import Draws, Posterior
 from bayesify.prediction import Prediction
 from bayesify.replicas import private_copy
 from bayesify.sampling import STRATEGIES, Runner
@@ -145,6 +146,7 @@ class BayesianModel(nn.Module):
         if isinstance(likelihood, Regression):
             likelihood.to(next(network.parameters()))
         self.temperature = 1.0
+        self._mirrored = False
         self.choice: Choice | None = None
         self._shares_trunk = shares_trunk
         self._fingerprint: str | None = None
@@ -162,6 +164,24 @@ class BayesianModel(nn.Module):
         if not 0 <= value < float("inf"):
             raise SettingError(f"noise={value!r} must be a finite number, 0 or more.")
         self.posterior.noise = float(value)
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether every second draw of a component sees images mirrored: see `bayesify.mirror`.
+
+        `fit` finds out whether it should be, where images are augmented by "crop-flip" and all of
+        the network is random. For networks with one output for an image: outputs are not mirrored
+        back. Without noise no draw is mirrored.
+        """
+        return self._mirrored
+
+    @mirrored.setter
+    def mirrored(self, value: bool) -> None:
+        if value and MIRROR not in self.network._buffers:
+            self._require_unchanged()
+            add_mirror(self.network)
+            self._network_changed()
+        self._mirrored = value
 
     @property
     def strategy(self) -> str:
@@ -201,7 +221,7 @@ class BayesianModel(nn.Module):
         network = type(self.network).__name__
         return (
             f"{network}, {len(self.sites)} random tensors, {self.method}, noise={self.noise:g}, "
-            f"temperature={self.temperature:g}"
+            f"temperature={self.temperature:g}{', mirrored' if self.mirrored else ''}"
         )
 
     # What it does
@@ -247,7 +267,8 @@ class BayesianModel(nn.Module):
                 method's own number.
             validation: Held-out data. Without it, a tenth of the training data is held out and,
                 if it is images, judged under strong augmentation.
-            augment: "crop-flip", "strong", or a function of a batch of inputs.
+            augment: "crop-flip", "strong", or a function of a batch of inputs. After "crop-flip",
+                half of the draws see images mirrored if that is likelier (`mirrored`).
             ood: Data of other kinds, for methods that train on them.
             num_examples: Length of an epoch, for loaders that do not know it.
             checkpoint: File to write progress into, and to continue from if it is there.
@@ -261,8 +282,9 @@ class BayesianModel(nn.Module):
                 statistics adapt, each part has its own, and the result is another.
             validations: How often held-out data is looked at, by default the method's own number.
             keep: "best", or "last": the state when training is over, whatever held-out data says.
-            temper: Whether the temperature is chosen at the end, by the same held-out data, if
-                they can tell: data of `validation`, or images under strong augmentation.
+            temper: Whether the temperature, and whether draws are `mirrored`, is chosen at the end,
+                by the same held-out data, if they can tell: data of `validation`, or images under
+                strong augmentation.
             normalisation: Mean and standard deviation of each channel by which images were
                 normalised, for methods that add noise in pixel units.
             cache: Whether, where only late layers train for several epochs and inputs stay as they
@@ -371,7 +393,7 @@ class BayesianModel(nn.Module):
         elif self.noise == 0 and not keep_draws:
             count = self.method.components  # without noise a component's draws are all alike
         with torch.no_grad():
-            drawn = self.posterior.draws(seed, range(count))
+            drawn = self.draws(seed, range(count))
 
             def parts(inputs: Inputs) -> Iterator[Prediction]:
                 inputs.require_finite()
@@ -423,7 +445,7 @@ class BayesianModel(nn.Module):
         self._require_unchanged()
         network = private_copy(self.network, share=False)
         with torch.no_grad():
-            draw = {name: value[0] for name, value in self.posterior.draws(seed, [index]).items()}
+            draw = {name: value[0] for name, value in self.draws(seed, [index]).items()}
             for name, value in {**self.posterior.shared(), **draw}.items():
                 for place in self.runner.slots[name]:
                     path, _, attribute = place.rpartition(".")
@@ -441,11 +463,18 @@ class BayesianModel(nn.Module):
 
     # What fit, calibrate and evaluate are made of
 
+    def draws(self, seed: int, indices: Sequence[int]) -> Draws:
+        """The draws `indices` of a seed, stacked: all that takes the place of the network's own."""
+        drawn = self.posterior.draws(seed, indices)
+        if self.mirrored and self.noise > 0:
+            drawn[MIRROR] = mirrored(indices, self.posterior.components, self.device)
+        return drawn
+
     def outputs(
         self, inputs: Inputs, *, draws: int | None = None, seed: int = 0
     ) -> Iterator[Tensor]:
         """Outputs of consecutive draws, stacked, before the temperature."""
-        drawn = self.posterior.draws(seed, range(self._draws(draws)))
+        drawn = self.draws(seed, range(self._draws(draws)))
         return self.runner.outputs(drawn, inputs)
 
     def judge(
@@ -524,6 +553,7 @@ class BayesianModel(nn.Module):
         )
         other.load_state_dict(self.state_dict())
         other.noise, other.temperature = self.noise, self.temperature
+        other.mirrored = self.mirrored
         other.strategy, other._fingerprint = self.strategy, self._fingerprint
         other.choice = self.choice
         return other

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesify.augmentation import Augment, as_augment
+from bayesify.augmentation import Augment, as_augment, mirrors
 from bayesify.batches import Inputs, labelled
 from bayesify.calibration import Search
 from bayesify.checkpoint import Checkpoint
@@ -155,6 +155,7 @@ class Fit:
             model.temperature,
             self.tempered_nll,
             self.cached,
+            mirrored=model.mirrored,
         )
 
     def _train(self) -> None:
@@ -253,7 +254,7 @@ class Fit:
         """The temperature that held-out data asks for, of the state that is kept."""
         self._restore_best()
         search = Search(self.model, self.held.batches, self.method.draws, key("judge", self.seed))
-        found = search.temper()
+        found = search.temper(mirror=mirrors(self.augment) and not self.model.runner.shares_trunk)
         self.at.best_temperature, self.tempered_nll = found.temperature, found.nll
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:

@@ -191,7 +191,7 @@ class _Loss:
         count = bnn.method.draws if draws is None else bnn.method.check_draws(draws)
         self.bnn = bnn
         with torch.no_grad():  # no parameter is in any graph
-            self.drawn = bnn.posterior.draws(seed, range(count))
+            self.drawn = bnn.draws(seed, range(count))
         self.count = count if self.drawn else 1
         first = {name: value[0] for name, value in self.drawn.items()}
         inputs = Inputs((_leaf(example.to(bnn.device)),), {})

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bayesify.errors import DataError, SettingError
+from bayesify.errors import SettingError
+from bayesify.gates import map_images
 from bayesify.methods.method import Method
 from bayesify.posterior import Draws, Posterior
 from bayesify.sites import Site, Skipped
@@ -130,21 +131,10 @@ def _quantile(probability: float) -> float:
 def _move_input(
     network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Moves the images among the arguments, the first tensor of real numbers."""
-    named = [*enumerate(args), *kwargs.items()]
-    found = next((n for n, v in named if isinstance(v, Tensor) and v.is_floating_point()), None)
-    images = None if found is None else dict(named)[found]
-    if images is None or images.ndim != 4:
-        shape = "there is none" if images is None else f"it has shape {list(images.shape)}"
-        raise DataError(
-            f"TestTimeAugmentation moves images: the first tensor of real numbers among the inputs "
-            f"must be [B, C, H, W], and {shape}. Use another method, such as MCDropout."
-        )
-    moved = move(images, network.get_buffer(GATE))
-    return (
-        tuple(moved if place == found else value for place, value in enumerate(args)),
-        {name: moved if name == found else value for name, value in kwargs.items()},
-    )
+    """Moves the images among the arguments."""
+    affine = network.get_buffer(GATE)
+    who, instead = "TestTimeAugmentation moves", "Use another method, such as MCDropout."
+    return map_images(lambda x: move(x, affine), args, kwargs, who, instead)
 
 
 def move(images: Tensor, affine: Tensor) -> Tensor:
