@@ -5,8 +5,8 @@
 NETWORK is resnet20 or resnet56. The mixture as `make bench-quality` fits it (a fit that is in its
 cache is taken from there), its parts, and all that can be mixed of them, with eight draws of each
 part and no temperature: NLL and accuracy on the 2,000 training images that `fit` held out, strongly
-augmented. Then all parts, with other factors on the noise that ABNN was fitted with. Adds to
-benchmarks/results/mixture.json.
+augmented. Then all parts with no draw mirrored, and with other factors on the noise that ABNN was
+fitted with. Adds to benchmarks/results/mixture.json.
 """
 
 import argparse
@@ -68,6 +68,10 @@ def main() -> None:
         for count in range(1, len(PARTS) + 1)
         for parts in combinations(range(len(PARTS)), count)
     }
+    mirrored = bnn.mirrored
+    bnn.mirrored = False
+    found["all, none mirrored"] = judged(probabilities(bnn, held), target)
+    bnn.mirrored = mirrored
     abnn = cast("Parts", bnn.posterior).members()[0]
     own = abnn.noise
     for factor in FACTORS:

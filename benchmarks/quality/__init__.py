@@ -7,7 +7,8 @@ benchmarks/results/quality/. A unit whose file is there, made with the settings 
 skipped, so that a run which was stopped goes on where it was; a fit goes on from its checkpoint.
 `--only 'cifar10-resnet20/ABNN/*'` chooses units by name, `--list` shows what is done, `--quick`
 does everything on a few images into benchmarks/results/quality-quick/, and `--table` writes the
-tables of docs/results.md and the plots from the JSON files alone.
+tables of docs/results.md and the plots from the JSON files alone. With BAYESIFY_BENCH_UNTIMED set,
+for a machine that does other things as well, no fit gets seconds.
 
     settings     what is run: networks, methods, fit settings, sizes, peers
     units        the units, and which are done

@@ -13,7 +13,7 @@ BARS = {
 }
 MOST_DRAWS = 24
 HOLDS, MISSED = "✓", "✗"
-BASELINES = ("MAP", "Temperature")  # what the others are held against
+BASELINES = ("MAP", "Temperature", "Mirroring")  # what the others are held against
 
 
 def bars(title: str, rows: dict[str, Rows], network: str) -> str:

@@ -30,6 +30,7 @@ from benchmarks.quality.units import Unit, passes
 CACHE = Path(
     os.environ.get("BAYESIFY_BENCH_CACHE", Path.home() / ".cache" / "bayesify-bench" / "quality")
 )
+UNTIMED = "BAYESIFY_BENCH_UNTIMED" in os.environ
 
 
 def fitted(unit: Unit, size: Size) -> tuple[BayesianModel, dict[str, Any]]:
@@ -64,7 +65,7 @@ def fit_or_load(
     bnn.save(folder)
     found = {
         # The clock of a fit that was resumed runs over all sessions, but for the first validation.
-        "fit_seconds": max(session, result.seconds),
+        "fit_seconds": None if UNTIMED else max(session, result.seconds),
         "megabytes": sum(file.stat().st_size for file in folder.iterdir()) / 1e6,
         "steps": result.steps,
         "kept": result.kept,
@@ -99,7 +100,12 @@ def _folder(unit: Unit, made_from: list[Any]) -> Path:
 def fit(unit: Unit, size: Size) -> dict[str, Any]:
     """What the fit cost, and what came of it."""
     bnn, found = fitted(unit, size)
-    return {**found, "noise": bnn.noise, "temperature": bnn.temperature}
+    return {
+        **found,
+        "noise": bnn.noise,
+        "temperature": bnn.temperature,
+        "mirrored": bnn.mirrored,
+    }
 
 
 def train_only(unit: Unit, size: Size) -> dict[str, Any]:
@@ -144,4 +150,5 @@ def judge(bnn: BayesianModel, split: str, rows: str, unit: Unit) -> dict[str, An
         "draws": bnn.method.draws,
         "noise": bnn.noise,
         "temperature": bnn.temperature,
+        "mirrored": bnn.mirrored,
     }

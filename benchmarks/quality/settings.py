@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bayesify import ABNN, IBNN, MAP, BayesAdapter, MCDropout, Method, Mixture, Temperature
+from bayesify import (
+    ABNN,
+    IBNN,
+    MAP,
+    BayesAdapter,
+    MCDropout,
+    Method,
+    Mixture,
+    Temperature,
+    TestTimeAugmentation,
+)
 
 # Of every method, on both networks. No validation data: `fit` sees training images alone.
 FIT: dict[str, Any] = {"augment": "crop-flip", "precision": "bf16"}
@@ -12,6 +22,8 @@ BATCH = 64
 METHODS: dict[str, Method] = {
     "MAP": MAP(),
     "Temperature": Temperature(),
+    # The network on each image and its mirror image, and a temperature: what is due to that alone.
+    "Mirroring": TestTimeAugmentation(draws=2, shift=0, rotate=0, zoom=0),
     "ABNN": ABNN(),
     "BayesAdapter": BayesAdapter(),
     "iBNN": IBNN(),

@@ -38,6 +38,7 @@ DIGEST = {  # what README has
 CALLED = {
     "MAP": "network",
     "Temperature": "temperature scaling",
+    "Mirroring": "network, also on the mirror image",
     "Mixture": "`Mixture()` of the three",
 }
 COSTS = {

@@ -76,7 +76,8 @@ def asked(unit: Unit, size: Size) -> dict[str, Any]:
         return {"peer": PEERS[unit.method], "images": size.images}
     method = {**METHODS, **ABLATIONS}[unit.method]
     fit = TRANSFER_FIT if unit.what == "transfer" else FIT
-    return {"method": repr(method), "epochs": passes(method), "fit": fit, "images": size.images}
+    about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": size.images}
+    return {**about, "mirrored": "if likelier"} if method.draws > 1 else about
 
 
 def passes(method: Method) -> list[int]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bayesify.model import BayesianModel
 
 MOST_EXAMPLES = 5000
-SEARCH_EXAMPLES = 1000
+SEARCH_EXAMPLES = 500  # losses are compared example by example, which takes few
 LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
 FARTHEST = 6  # steps of the walk, a factor 8 each way
 NEAR = 0.25  # of a step, a factor 1.09: too little to try again

@@ -345,7 +345,7 @@ class BayesianModel(nn.Module):
 
         Args:
             loader: Data that neither network nor `fit` has seen; the first 5,000 examples count,
-                of which the first 1,000 are for the search.
+                of which the first 500 are for the search.
             draws: Draws of a prediction; should be what will be used later.
             seed: Seed of the draws.
         """
