@@ -106,6 +106,7 @@ def measure(name: str, where: Any, method: Method, network: nn.Module, images: i
                 shuffle=True,
             ),
             augment="crop-flip",
+            mirror=False,  # which is for networks that are random throughout
             progress=False,
         )
         row["fit"] = str(fitted)

@@ -35,6 +35,7 @@ def main() -> None:
     fitted = bnn.fit(
         DataLoader(data, batch_size=64, shuffle=True),
         augment="crop-flip",
+        mirror=False,
         precision="bf16",
         normalisation=CIFAR10_NORMALISATION,
         seed=asked.seed,

@@ -125,6 +125,7 @@ def test_fit_mirrors_where_that_is_likelier(both: bool) -> None:
     [
         (None, {"augment": None}),
         (None, {"augment": "crop-flip", "temper": False}),
+        (None, {"augment": "crop-flip", "mirror": False}),
         (1, {"augment": "crop-flip"}),  # draws share what stands before, which sees one image
     ],
 )
@@ -146,9 +147,7 @@ def test_a_mixture_is_mirrored_as_a_whole(
 ) -> None:
     bnn = bayesify.convert(trained, Mixture(parts=[ABNN_PAIRS, BayesAdapter()], draws=8))
     data, held = symmetric(stripes, slice(300)), symmetric(stripes, slice(300, 600))
-    result = bnn.fit(
-        data, validation=held, epochs=1, keep="last", augment="crop-flip", progress=False
-    )
+    result = bnn.fit(data, validation=held, epochs=1, keep="last", mirror=True, progress=False)
     assert result.mirrored
     assert str(result).endswith("half of the draws mirrored")
     assert not any(part.mirrored for part in result.parts)

@@ -38,11 +38,6 @@ def strong(images: Tensor) -> Tensor:
     return _blot(_recolour(_move(images)))
 
 
-def mirrors(augment: Augment | None) -> bool:
-    """Whether whoever augments so says that mirrored images show the same."""
-    return augment is crop_and_flip
-
-
 AUGMENTATIONS: dict[str, Augment] = {"crop-flip": crop_and_flip, "strong": strong}
 
 

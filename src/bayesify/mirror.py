@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesify.augmentation import Augment, as_augment, crop_and_flip
 from bayesify.gates import map_images
 
 MIRROR = "input_mirror"
@@ -24,6 +25,18 @@ def add_mirror(network: nn.Module) -> None:
     device = next(network.parameters()).device
     network.register_buffer(MIRROR, torch.tensor(False, device=device), persistent=False)
     network.register_forward_pre_hook(_mirror_input, with_kwargs=True)
+
+
+def worth_trying(mirror: bool | None, augment: str | Augment | None, *, shares_trunk: bool) -> bool:
+    """Whether `fit` should find out if draws are better mirrored.
+
+    Args:
+        mirror: What the user says of it; None: what the augmentation does.
+        augment: Of training images.
+        shares_trunk: Whether draws have layers in common, which would have to run for both sides.
+    """
+    mirrors = as_augment(augment) is crop_and_flip if mirror is None else mirror
+    return mirrors and not shares_trunk
 
 
 def mirrored(indices: Sequence[int], components: int, device: torch.device) -> Tensor:

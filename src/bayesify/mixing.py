@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bayesify.augmentation import Augment, as_augment, mirrors
+from bayesify.augmentation import Augment
 from bayesify.calibration import Search
 from bayesify.fit_result import FitResult
 from bayesify.methods.mixture import Mixture, Parts, part_sites
+from bayesify.mirror import worth_trying
 from bayesify.posterior import key
 from bayesify.replicas import private_copy
 from bayesify.validation import collect, hold_out
@@ -26,6 +27,7 @@ def fit_mixture(
     checkpoint: str | Path | None,
     augment: str | Augment | None,
     temper: bool,
+    mirror: bool | None,
     seed: int,
     **settings: Any,
 ) -> FitResult:
@@ -38,6 +40,7 @@ def fit_mixture(
         checkpoint: Where progress is kept; every part but the first has a file beside it.
         augment: Of training images.
         temper: Whether the temperature is chosen at the end.
+        mirror: Whether then draws may be mirrored; None: if the augmentation mirrors.
         seed: Of all parts.
         settings: More of `fit`.
     """
@@ -70,9 +73,10 @@ def fit_mixture(
         results.append(fitted)
     tempered = math.nan
     if temper and (validation is not None or held.augmented):
-        mirror = mirrors(as_augment(augment)) and not model.runner.shares_trunk
         search = Search(model, held.batches, method.draws, key("judge", seed))
-        found = search.temper(mirror=mirror)
+        found = search.temper(
+            mirror=worth_trying(mirror, augment, shares_trunk=model.runner.shares_trunk)
+        )
         model.temperature, tempered, nll = found.temperature, found.nll, found.nll
     else:
         nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))

@@ -169,8 +169,7 @@ class BayesianModel(nn.Module):
     def mirrored(self) -> bool:
         """Whether every second draw of a component sees images mirrored: see `bayesify.mirror`.
 
-        `fit` finds out whether it should be, where images are augmented by "crop-flip" and all of
-        the network is random. For networks with one output for an image: outputs are not mirrored
+        `fit` finds out whether it should be, where all of the network is random. For networks with one output for an image: outputs are not mirrored
         back. Without noise no draw is mirrored.
         """
         return self._mirrored
@@ -252,6 +251,7 @@ class BayesianModel(nn.Module):
         validations: int | None = None,
         keep: str = "best",
         temper: bool = True,
+        mirror: bool | None = None,
         normalisation: Normalisation | None = None,
         cache: bool | str | Path = True,
         cache_bytes: int = CACHE_BYTES,
@@ -267,8 +267,7 @@ class BayesianModel(nn.Module):
                 method's own number.
             validation: Held-out data. Without it, a tenth of the training data is held out and,
                 if it is images, judged under strong augmentation.
-            augment: "crop-flip", "strong", or a function of a batch of inputs. After "crop-flip",
-                half of the draws see images mirrored if that is likelier (`mirrored`).
+            augment: "crop-flip", "strong", or a function of a batch of inputs.
             ood: Data of other kinds, for methods that train on them.
             num_examples: Length of an epoch, for loaders that do not know it.
             checkpoint: File to write progress into, and to continue from if it is there.
@@ -282,9 +281,11 @@ class BayesianModel(nn.Module):
                 statistics adapt, each part has its own, and the result is another.
             validations: How often held-out data is looked at, by default the method's own number.
             keep: "best", or "last": the state when training is over, whatever held-out data says.
-            temper: Whether the temperature, and whether draws are `mirrored`, is chosen at the end,
-                by the same held-out data, if they can tell: data of `validation`, or images under
-                strong augmentation.
+            temper: Whether the temperature is chosen at the end, by the same held-out data, if
+                they can tell: data of `validation`, or images under strong augmentation.
+            mirror: Whether mirrored images show the same things; None: if `augment` is "crop-flip",
+                which says so. Then, with `temper`, half of the draws see them mirrored from now on
+                if held-out data are likelier so: see `mirrored`.
             normalisation: Mean and standard deviation of each channel by which images were
                 normalised, for methods that add noise in pixel units.
             cache: Whether, where only late layers train for several epochs and inputs stay as they
@@ -309,6 +310,7 @@ class BayesianModel(nn.Module):
             "accumulate": accumulate,
             "keep": keep,
             "temper": temper,
+            "mirror": mirror,
             "cache": cache,
             "cache_bytes": cache_bytes,
         }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bayesify.augmentation import Augment, as_augment, mirrors
+from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
 from bayesify.calibration import Search
 from bayesify.checkpoint import Checkpoint
@@ -22,6 +22,7 @@ from bayesify.features import Features, NoFeaturesError
 from bayesify.fit_result import FitResult, describe_groups
 from bayesify.gradients import Gradients
 from bayesify.heap import kept_heap
+from bayesify.mirror import worth_trying
 from bayesify.outliers import Outliers
 from bayesify.posterior import key
 from bayesify.validation import HeldOut, collect, hold_out, seeded
@@ -75,6 +76,7 @@ class Fit:
         validations: int,
         keep: str = "best",
         temper: bool = True,
+        mirror: bool | None = None,
         cache: bool | str | Path = True,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
@@ -96,6 +98,7 @@ class Fit:
         self.outliers = outliers
         self.accumulate = accumulate
         self.keep = keep
+        self.mirror = mirror
         self.cache, self.cache_bytes, self.cached = cache, cache_bytes, ""
         self.gradients = Gradients(model, outliers, groups, PRECISIONS[precision], seed)
         self.checkpoint = None if checkpoint is None else Checkpoint(Path(checkpoint))
@@ -254,7 +257,9 @@ class Fit:
         """The temperature that held-out data asks for, of the state that is kept."""
         self._restore_best()
         search = Search(self.model, self.held.batches, self.method.draws, key("judge", self.seed))
-        found = search.temper(mirror=mirrors(self.augment) and not self.model.runner.shares_trunk)
+        shares_trunk = self.model.runner.shares_trunk
+        mirror = worth_trying(self.mirror, self.augment, shares_trunk=shares_trunk)
+        found = search.temper(mirror=mirror)
         self.at.best_temperature, self.tempered_nll = found.temperature, found.nll
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:

@@ -189,6 +189,13 @@ def fit(
     temper: Annotated[
         bool, typer.Option(help="End with the temperature that held-out data asks for.")
     ] = True,
+    mirror: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether mirrored images show the same: then half of the draws may see them so. "
+            "By default if --augment crop-flip says it."
+        ),
+    ] = None,
     normalise: Normalise = None,
     size: Size = None,
     seed: Seed = 0,
@@ -246,6 +253,7 @@ def fit(
             ood=strange,
             groups=groups,
             temper=temper,
+            mirror=mirror,
             normalisation=read_normalisation(normalise),
             checkpoint=kept,
             seed=seed,
