@@ -169,8 +169,8 @@ class BayesianModel(nn.Module):
     def mirrored(self) -> bool:
         """Whether every second draw of a component sees images mirrored: see `bayesify.mirror`.
 
-        `fit` finds out whether it should be, where all of the network is random. For networks with one output for an image: outputs are not mirrored
-        back. Without noise no draw is mirrored.
+        `fit` finds out whether it should be, where all of the network is random. For networks with
+        one output for an image: outputs are not mirrored back. Without noise no draw is mirrored.
         """
         return self._mirrored
 
