@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bayesify.likelihood import Likelihood
     from bayesify.model import BayesianModel
 
-MOST_EXAMPLES = 5000
+MOST_EXAMPLES = 3000
 SEARCH_EXAMPLES = 500  # losses are compared example by example, which takes few
 LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
 FARTHEST = 6  # steps of the walk, a factor 8 each way
@@ -104,20 +104,27 @@ class Search:
             self.model.noise = before
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
-    def temper(self, *, mirror: bool = False) -> Calibration:
-        """Chooses the temperature alone, at the noise that the model has.
+    def finish(self, *, mirror: bool) -> Calibration:
+        """What a fit ends with: a temperature and, if the model is better mirrored, another noise.
+
+        Mirrored images bring doubt of their own, so that the noise which training was with may be
+        more than enough.
 
         Args:
-            mirror: Whether to find out, before that, if the model should be `mirrored`; it is left
-                so. Otherwise that stays as it is.
+            mirror: Whether to find out if draws should be mirrored, and leave the model so.
         """
+        if not mirror:
+            return self.temper()
+        self.model.mirrored = self._mirror()
+        return self.run() if self.model.mirrored else self.temper()
+
+    def temper(self) -> Calibration:
+        """Chooses the temperature alone, at the noise that the model has."""
         noise = self.model.noise
         try:
             varies = noise > 0 and self.model.posterior.varies()
             best = self._quiet(everything=not varies)
             if varies:
-                if mirror:
-                    self.model.mirrored = self._mirror(noise)
                 best = self._try(noise, everything=True)
         finally:
             self.model.noise = noise
@@ -129,8 +136,11 @@ class Search:
         self.coldest = min(1.0, quiet.temperature)
         return quiet
 
-    def _mirror(self, noise: float) -> bool:
+    def _mirror(self) -> bool:
         """Whether mirrored draws are likelier; no, if outputs would have to be moved back."""
+        noise = self.model.noise
+        if noise == 0 or not self.model.posterior.varies():
+            return False
         inputs, target = self.batches[0]
         if self._outputs(inputs[:1], target[:1], self.model.method.components)[0].ndim > 3:
             return False

@@ -74,10 +74,11 @@ def fit_mixture(
     tempered = math.nan
     if temper and (validation is not None or held.augmented):
         search = Search(model, held.batches, method.draws, key("judge", seed))
-        found = search.temper(
+        found = search.finish(
             mirror=worth_trying(mirror, augment, shares_trunk=model.runner.shares_trunk)
         )
-        model.temperature, tempered, nll = found.temperature, found.nll, found.nll
+        model.noise, model.temperature = found.noise, found.temperature
+        tempered = nll = found.nll
     else:
         nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))
     return FitResult(

@@ -346,7 +346,7 @@ class BayesianModel(nn.Module):
         without one, unless another is clearly likelier with one. See `bayesify.calibration`.
 
         Args:
-            loader: Data that neither network nor `fit` has seen; the first 5,000 examples count,
+            loader: Data that neither network nor `fit` has seen; the first 3,000 examples count,
                 of which the first 500 are for the search.
             draws: Draws of a prediction; should be what will be used later.
             seed: Seed of the draws.

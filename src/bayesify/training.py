@@ -259,8 +259,9 @@ class Fit:
         search = Search(self.model, self.held.batches, self.method.draws, key("judge", self.seed))
         shares_trunk = self.model.runner.shares_trunk
         mirror = worth_trying(self.mirror, self.augment, shares_trunk=shares_trunk)
-        found = search.temper(mirror=mirror)
-        self.at.best_temperature, self.tempered_nll = found.temperature, found.nll
+        found = search.finish(mirror=mirror)
+        self.at.best_noise, self.at.best_temperature = found.noise, found.temperature
+        self.tempered_nll = found.nll
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:
         """The training batches, once."""
