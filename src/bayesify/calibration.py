@@ -105,18 +105,24 @@ class Search:
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with: a temperature and, if the model is better mirrored, another noise.
+        """What a fit ends with: a temperature and, if the model is better mirrored, less noise.
 
         Mirrored images bring doubt of their own, so that the noise which training was with may be
-        more than enough.
+        more than enough: it falls as long as that is clearly likelier. Without noise, where it is
+        hardly less likely, draws would no longer say what the network does not know.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
         """
-        if not mirror:
+        before = self.model.noise
+        try:
+            if mirror and before > 0 and self.model.posterior.varies():
+                self.model.mirrored = self._mirror()
+                if self.model.mirrored:
+                    self.model.noise = self._less_noise(before)
             return self.temper()
-        self.model.mirrored = self._mirror()
-        return self.run() if self.model.mirrored else self.temper()
+        finally:
+            self.model.noise = before
 
     def temper(self) -> Calibration:
         """Chooses the temperature alone, at the noise that the model has."""
@@ -138,19 +144,27 @@ class Search:
 
     def _mirror(self) -> bool:
         """Whether mirrored draws are likelier; no, if outputs would have to be moved back."""
-        noise = self.model.noise
-        if noise == 0 or not self.model.posterior.varies():
-            return False
         inputs, target = self.batches[0]
         if self._outputs(inputs[:1], target[:1], self.model.method.components)[0].ndim > 3:
             return False
         before, nlls = self.model.mirrored, []
         try:
             for self.model.mirrored in (False, True):
-                nlls.append(self._try(noise).nll)
+                nlls.append(self._try(self.model.noise).nll)
         finally:
             self.model.mirrored = before
         return nlls[1] < nlls[0]
+
+    def _less_noise(self, noise: float) -> float:
+        """A noise below which none is likelier by more than two standard errors, step by step."""
+        self._quiet()
+        best = self._try(noise)
+        for _ in range(FARTHEST):
+            less = self._try(best.noise / math.sqrt(2))
+            if as_likely(best, less, errors=2.0):
+                break
+            best = less
+        return best.noise
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""
@@ -258,9 +272,9 @@ def tempered_losses(
     return likelihood.nll(averages, target)
 
 
-def as_likely(trial: Trial, other: Trial) -> bool:
-    """Whether it is worse than another by no more than a standard error of their difference."""
+def as_likely(trial: Trial, other: Trial, errors: float = 1.0) -> bool:
+    """Whether it is worse than another by no more than some standard errors of the difference."""
     above = (trial.losses - other.losses).double()
     above = above.view(len(above), -1).mean(1)
     error = above.std().item() / math.sqrt(len(above)) if len(above) > 1 else 0.0
-    return above.mean().item() <= error
+    return above.mean().item() <= errors * error
