@@ -178,3 +178,28 @@ def test_noise_explains_what_it_can_unless_less_is_clearly_likelier(
     monkeypatch.setattr(Search, "_try", tried)
     chosen = bayesify.convert(trained, ABNN(noise=0.2)).calibrate(validation)
     assert chosen.noise == pytest.approx(noise, rel=1e-3)
+
+
+@pytest.mark.parametrize(("scatter", "noise"), [(1e-3, 0.1), (7.0, 0.2), (20.0, 0.4)])
+def test_mirrored_draws_get_less_noise_while_that_is_clearly_likelier(
+    trained: nn.Module,
+    validation: DataLoader,
+    monkeypatch: pytest.MonkeyPatch,
+    scatter: float,
+    noise: float,
+) -> None:
+    """Noise 0.1 is likeliest, but the nearer to it, the less of 100 examples can tell."""
+
+    def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
+        search.model.noise = noise
+        loss = math.log(noise / 0.1) ** 2 if noise else 100.0
+        example = torch.randn(100, generator=torch.Generator().manual_seed(0))
+        losses = loss + scatter * math.log(noise or 1.0) * (example - example.mean())
+        return Trial(noise, 1.0, losses - float(search.model.mirrored), untempered=loss)
+
+    monkeypatch.setattr(Search, "_try", tried)
+    bnn = bayesify.convert(trained, ABNN(noise=0.4))
+    chosen = Search(bnn, validation, 24, 0).finish(mirror=True)
+    assert bnn.mirrored
+    assert chosen.noise == pytest.approx(noise, rel=1e-3)
+    assert bnn.noise == 0.4  # to be set by whoever asked
