@@ -77,6 +77,11 @@ class Search:
     one that the network itself asks for), or, if another with a temperature of its own is likelier
     by more than a standard error, that one. The temperature never goes below: strong noise with
     draws sharpened to mere votes can be as likely, and tells strange inputs apart worse.
+
+    Mirrored draws are another case. Each sees one side of an image and is about as sure as that
+    warrants, so that the average over both sides, which is more often right, is not sure enough,
+    at any noise: there the temperature may be below 1, and noise and temperature are those that are
+    likeliest together.
     """
 
     def __init__(
@@ -139,7 +144,7 @@ class Search:
     def _quiet(self, *, everything: bool = False) -> Trial:
         """No noise, which also says at what temperature noise is tried."""
         quiet = self._try(0.0, everything=everything)
-        self.coldest = min(1.0, quiet.temperature)
+        self.coldest = 0.0 if self.model.mirrored else min(1.0, quiet.temperature)
         return quiet
 
     def _mirror(self) -> bool:
@@ -169,6 +174,8 @@ class Search:
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""
         likeliest, most = self._candidates(start)
+        if self.model.mirrored:
+            return likeliest
         return most if as_likely(most, likeliest) and most.nll < quiet.nll else likeliest
 
     def _candidates(self, start: float) -> tuple[Trial, Trial]:
