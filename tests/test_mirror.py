@@ -120,6 +120,18 @@ def test_fit_mirrors_where_that_is_likelier(both: bool) -> None:
     assert (nlls[1] < nlls[0]) == both
 
 
+def test_another_fit_takes_it_back_where_it_no_longer_helps() -> None:
+    bnn = bayesify.convert(nn.Sequential(LeftHalf(), nn.BatchNorm1d(2)).eval(), ABNN_PAIRS)
+    bnn.mirrored = True
+    target = torch.arange(200) % 2
+    x = nn.functional.one_hot(target, 2)[:, :, None, None] * torch.tensor([1.0] * 4 + [0.0] * 4)
+    data = [(x.expand(-1, -1, 8, -1) + 3 * torch.randn(200, 2, 8, 8), target)]
+    bnn.fit(data, validation=data, keep="last", mirror=False, progress=False)
+    assert bnn.mirrored
+    bnn.fit(data, validation=data, keep="last", mirror=True, progress=False)
+    assert not bnn.mirrored
+
+
 @pytest.mark.parametrize(
     ("where", "settings"),
     [

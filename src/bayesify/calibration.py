@@ -121,13 +121,15 @@ class Search:
         """
         before = self.model.noise
         try:
-            if mirror and before > 0 and self.model.posterior.varies():
-                self.model.mirrored = self._mirror()
-                if self.model.mirrored:
-                    self.model.noise = self._less_noise(before)
-            return self.temper()
+            trial = self._mirrored() if mirror and before > 0 else None
+            if mirror:
+                self.model.mirrored = trial is not None
+            if trial is None:
+                return self.temper()
+            best = self._try(self._less_noise(trial).noise, everything=True)
         finally:
             self.model.noise = before
+        return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
     def temper(self) -> Calibration:
         """Chooses the temperature alone, at the noise that the model has."""
@@ -147,29 +149,31 @@ class Search:
         self.coldest = 0.0 if self.model.mirrored else min(1.0, quiet.temperature)
         return quiet
 
-    def _mirror(self) -> bool:
-        """Whether mirrored draws are likelier; no, if outputs would have to be moved back."""
+    def _mirrored(self) -> Trial | None:
+        """What mirrored draws come to; None if they are no likelier, or have no place here.
+
+        That is where outputs would have to be moved back, and where draws are all alike.
+        """
         inputs, target = self.batches[0]
-        if self._outputs(inputs[:1], target[:1], self.model.method.components)[0].ndim > 3:
-            return False
-        before, nlls = self.model.mirrored, []
+        output, _ = self._outputs(inputs[:1], target[:1], self.model.method.components)
+        if output.ndim > 3 or not self.model.posterior.varies():
+            return None
+        noise, before, trials = self.model.noise, self.model.mirrored, []
         try:
             for self.model.mirrored in (False, True):
-                nlls.append(self._try(self.model.noise).nll)
+                trials.append(self._try(noise))
         finally:
             self.model.mirrored = before
-        return nlls[1] < nlls[0]
+        return trials[1] if trials[1].nll < trials[0].nll else None
 
-    def _less_noise(self, noise: float) -> float:
-        """A noise below which none is likelier by more than two standard errors, step by step."""
-        self._quiet()
-        best = self._try(noise)
+    def _less_noise(self, best: Trial) -> Trial:
+        """Noise below which none is likelier by more than two standard errors, step by step."""
         for _ in range(FARTHEST):
             less = self._try(best.noise / math.sqrt(2))
             if as_likely(best, less, errors=2.0):
                 break
             best = less
-        return best.noise
+        return best
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""
