@@ -149,6 +149,7 @@ class Search:
         self.coldest = 0.0 if self.model.mirrored else min(1.0, quiet.temperature)
         return quiet
 
+    @torch.no_grad()
     def _mirrored(self) -> Trial | None:
         """What mirrored draws come to; None if they are no likelier, or have no place here.
 
