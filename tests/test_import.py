@@ -23,7 +23,7 @@ ORDER = [
     "batches", "likelihood",
     "tape.kernels", "tape.steps", "tape.passes", "tape.playing", "tape.cutting", "tape.recording",
     "tape",
-    "sampling", "plan", "prediction", "adaptive", "augmentation", "validation",
+    "sampling", "plan", "prediction", "adaptive", "augmentation", "mirror", "validation",
     "calibration", "outliers", "trunk", "gradients", "features", "checkpoint", "fit_result",
     "training", "mixing", "choice",
     "model",
