@@ -17,7 +17,6 @@ and the other way round:
 Adds to benchmarks/results/mirrored.json.
 """
 
-import argparse
 import json
 import math
 
@@ -27,13 +26,10 @@ from torch import Tensor
 from bayesify import BayesianModel
 from bayesify.calibration import Trial, as_likely, best_temperature, tempered_losses
 from bayesify.posterior import key
-from bayesify.validation import HeldOut, hold_out
-from benchmarks.quality.headline import fitted
-from benchmarks.quality.labels import training_batches
+from bayesify.validation import HeldOut
+from benchmarks.mixture import mixture_asked_for
 from benchmarks.quality.measures import quality
 from benchmarks.quality.results import RESULTS
-from benchmarks.quality.settings import FULL
-from benchmarks.quality.units import Unit
 
 STEPS = 4
 FILE = RESULTS / "mirrored.json"
@@ -74,13 +70,7 @@ def chosen(
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("network", choices=("resnet20", "resnet56"))
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    _, held = hold_out(training_batches(f"cifar10:train[:{FULL.train}]"), asked.seed)
-    target = torch.cat([torch.as_tensor(y) for _, y in held.batches])
-    bnn, _ = fitted(Unit(f"cifar10-{asked.network}", "Mixture", asked.seed, "fit"), FULL)
+    words, bnn, held, target = mixture_asked_for(__doc__)
     noises = [bnn.method.noise * 2 ** (-step / 2) for step in range(STEPS)]
     drawn = {
         True: {noise: outputs(bnn, held, mirrored=True, noise=noise) for noise in noises},
@@ -101,7 +91,7 @@ def main() -> None:
         found[name] = {**judged, "chosen": choices}
         print(name, found[name], flush=True)
     content = json.loads(FILE.read_text()) if FILE.exists() else {}
-    content[f"{asked.network} --seed {asked.seed}"] = {"method": repr(bnn.method), **found}
+    content[words] = {"method": repr(bnn.method), **found}
     FILE.write_text(json.dumps(content, indent=2) + "\n")
 
 

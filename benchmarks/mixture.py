@@ -53,15 +53,21 @@ def judged(mixed: list[Tensor], target: Tensor) -> dict[str, float]:
     }
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def mixture_asked_for(description: str | None) -> tuple[str, BayesianModel, HeldOut, Tensor]:
+    """By the command line: its words, the fitted mixture, what was held out, and its labels."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("network", choices=("resnet20", "resnet56"))
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     _, held = hold_out(training_batches(f"cifar10:train[:{FULL.train}]"), asked.seed)
     target = torch.cat([torch.as_tensor(y) for _, y in held.batches])
     bnn, _ = fitted(Unit(f"cifar10-{asked.network}", "Mixture", asked.seed, "fit"), FULL)
+    return f"{asked.network} --seed {asked.seed}", bnn, held, target
+
+
+@torch.no_grad()
+def main() -> None:
+    words, bnn, held, target = mixture_asked_for(__doc__)
     each = probabilities(bnn, held)
     found = {
         " + ".join(PARTS[part] for part in parts): judged([each[part] for part in parts], target)
@@ -81,7 +87,7 @@ def main() -> None:
     for name, figures in found.items():
         print(name, figures, flush=True)
     content = json.loads(FILE.read_text()) if FILE.exists() else {}
-    content[f"{asked.network} --seed {asked.seed}"] = {"method": repr(bnn.method), **found}
+    content[words] = {"method": repr(bnn.method), **found}
     FILE.write_text(json.dumps(content, indent=2) + "\n")
 
 
