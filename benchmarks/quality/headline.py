@@ -36,7 +36,8 @@ UNTIMED = "BAYESIFY_BENCH_UNTIMED" in os.environ
 def fitted(unit: Unit, size: Size) -> tuple[BayesianModel, dict[str, Any]]:
     """The unit's method, fitted, and what the fit said."""
     method = {**METHODS, **ABLATIONS}[unit.method]
-    return fit_or_load(load_model(unit.network), method, f"cifar10:train[:{size.train}]", FIT, unit)
+    split = f"cifar10:train[:{size.trained_on(unit.method)}]"
+    return fit_or_load(load_model(unit.network), method, split, FIT, unit)
 
 
 def fit_or_load(

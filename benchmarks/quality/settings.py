@@ -81,6 +81,7 @@ class Size:
     Args:
         folder: Of benchmarks/results, where JSON goes.
         train: Training images.
+        ablated: Training images of ablations, which are many.
         test: Test images of the headline.
         other: Images of each other set, at most.
         few: Test images, and images of each other set, of everything else.
@@ -91,6 +92,7 @@ class Size:
 
     folder: str
     train: int
+    ablated: int
     test: int
     other: int
     few: int
@@ -98,17 +100,21 @@ class Size:
     networks: tuple[str, ...]
     ablations: tuple[str, ...]
 
-    @property
-    def images(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("train", "test", "other", "few")}
+    def trained_on(self, method: str) -> int:
+        """How many training images a method is fitted to."""
+        return self.ablated if method in ABLATIONS else self.train
+
+    def images(self, method: str) -> dict[str, int]:
+        counts = {name: getattr(self, name) for name in ("test", "other", "few")}
+        return {"train": self.trained_on(method), **counts}
 
 
 FULL = Size(
-    "quality", 50_000, 10_000, 5_000, 1_000,
+    "quality", 50_000, 10_000, 10_000, 5_000, 1_000,
     (0, 1, 2), ("cifar10-resnet20", "cifar10-resnet56"), tuple(ABLATIONS),
 )  # fmt: skip
 QUICK = Size(
-    "quality-quick", 320, 120, 60, 8,
+    "quality-quick", 320, 320, 120, 60, 8,
     (0,), ("cifar10-resnet20",), ("ABNN-members=1", "BayesAdapter-margin=0.5"),
 )  # fmt: skip
 OTHERS = ("svhn", "cifar100", "textures")

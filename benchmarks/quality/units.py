@@ -72,11 +72,12 @@ def chosen(found: Iterable[Unit], patterns: Iterable[str]) -> list[Unit]:
 
 def asked(unit: Unit, size: Size) -> dict[str, Any]:
     """What a result depends on: with other settings it has to be made again."""
+    images = size.images(unit.method)
     if unit.method in PEERS:
-        return {"peer": PEERS[unit.method], "images": size.images}
+        return {"peer": PEERS[unit.method], "images": images}
     method = {**METHODS, **ABLATIONS}[unit.method]
     fit = TRANSFER_FIT if unit.what == "transfer" else FIT
-    about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": size.images}
+    about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": images}
     return {**about, "mirrored": "if likelier"} if method.draws > 1 else about
 
 

@@ -178,18 +178,12 @@ class Search:
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""
-        likeliest, most = self._candidates(start)
+        walked: dict[float, Trial] = {}
+        likeliest = self._walk(start, walked, attrgetter("nll"))
         if self.model.mirrored:
             return likeliest
+        most = self._walk(start, walked, attrgetter("untempered"))
         return most if as_likely(most, likeliest) and most.nll < quiet.nll else likeliest
-
-    def _candidates(self, start: float) -> tuple[Trial, Trial]:
-        """The noise that is likeliest with a temperature, and without one."""
-        walked: dict[float, Trial] = {}
-        tempered, alone = (
-            self._walk(start, walked, attrgetter(measure)) for measure in ("nll", "untempered")
-        )
-        return tempered, alone
 
     def _walk(
         self, start: float, trials: dict[float, Trial], measure: Callable[[Trial], float]
