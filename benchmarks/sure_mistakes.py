@@ -104,6 +104,7 @@ def compared(logits: Tensor, target: Tensor, images: Tensor) -> dict[str, dict[s
     }
 
 
+@torch.no_grad()
 def outputs(bnn: BayesianModel, images: Tensor) -> Tensor:
     parts = [torch.cat(list(bnn.outputs(as_inputs(x)))) for x in images.split(250)]
     return torch.cat(parts, dim=1)
