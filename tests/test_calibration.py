@@ -8,7 +8,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
-from bayesify.calibration import Search, Trial, best_temperature
+from bayesify.batches import as_inputs
+from bayesify.calibration import Search, Trial, best_temperature, pooled_by
+
+
+def averaged(outputs: Tensor) -> dict[str, Tensor]:
+    return pooled_by("probabilities", Classification(), outputs)
 
 
 def test_temperature_is_that_of_the_data() -> None:
@@ -16,34 +21,23 @@ def test_temperature_is_that_of_the_data() -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(20_000, 5)
     target = torch.distributions.Categorical(logits=logits / 2.5).sample()
-    temperature, nll = best_temperature(Classification(), logits[None], target)
+    temperature, nll = best_temperature(Classification(), averaged(logits[None]), target)
     assert temperature == pytest.approx(2.5, abs=0.1)
     assert nll == pytest.approx(
         nn.functional.cross_entropy(logits / temperature, target).item(), abs=1e-5
     )
 
 
-def test_draws_are_not_sharpened_to_votes(trained: nn.Module, validation: DataLoader) -> None:
-    """With noise the temperature is no lower than 1, or than the network's own."""
-    bnn = bayesify.convert(trained, ABNN(noise=0.5))
-    alone = bayesify.convert(trained, ABNN(members=1, draws=1, noise=0.0))
-    with torch.no_grad():
-        x = torch.cat([x for x, _ in validation])
-        y = torch.cat([y for _, y in validation])
-        own, _ = best_temperature(alone.likelihood, trained(x)[None], y)
-    assert bnn.calibrate(validation).temperature >= min(1.0, own) - 1e-4
-
-
 def test_a_few_examples_do_not_ask_for_infinite_sharpness() -> None:
-    """Two draws, one of which is always right: without a prior T goes to 0 and NLL to infinity."""
+    """All is right: without a prior T goes to 0, and NLL on a mistake to infinity."""
     outputs = torch.tensor([[[4.0, 0.0]] * 30, [[3.0, 0.0]] * 30])
-    temperature, _ = best_temperature(Classification(), outputs, torch.zeros(30).long())
+    temperature, _ = best_temperature(Classification(), averaged(outputs), torch.zeros(30).long())
     assert temperature > 0.2
 
 
 def test_temperature_never_hurts() -> None:
     logits, target = torch.zeros(10, 3), torch.arange(10) % 3
-    assert best_temperature(Classification(), logits[None], target)[0] == 1.0
+    assert best_temperature(Classification(), averaged(logits[None]), target)[0] == 1.0
 
 
 def test_calibrate_lowers_held_out_nll(
@@ -61,11 +55,10 @@ def test_calibrate_lowers_held_out_nll(
 def test_calibrate_is_no_worse_than_temperature_scaling(
     trained: nn.Module, validation: DataLoader
 ) -> None:
-    alone = bayesify.convert(trained, ABNN(members=1, draws=1, noise=0.0))
     with torch.no_grad():
         x = torch.cat([x for x, _ in validation])
         y = torch.cat([y for _, y in validation])
-        _, scaled = best_temperature(alone.likelihood, trained(x)[None], y)
+        _, scaled = best_temperature(Classification(), averaged(trained(x)[None]), y)
     chosen = bayesify.convert(trained, ABNN()).calibrate(validation)
     assert chosen.nll <= scaled + 1e-5
 
@@ -180,26 +173,54 @@ def test_noise_explains_what_it_can_unless_less_is_clearly_likelier(
     assert chosen.noise == pytest.approx(noise, rel=1e-3)
 
 
-@pytest.mark.parametrize(("scatter", "noise"), [(1e-3, 0.1), (7.0, 0.2), (20.0, 0.4)])
-def test_mirrored_draws_get_less_noise_while_that_is_clearly_likelier(
+@pytest.mark.parametrize(("steepness", "noise"), [(1e-3, 0.2), (1e2, 0.1)])
+def test_mirrored_draws_keep_their_noise_unless_another_is_clearly_likelier(
     trained: nn.Module,
     validation: DataLoader,
     monkeypatch: pytest.MonkeyPatch,
-    scatter: float,
+    steepness: float,
     noise: float,
 ) -> None:
-    """Noise 0.1 is likeliest, but the nearer to it, the less of 100 examples can tell."""
+    """Noise 0.05 is likeliest without a temperature, and noise 0.1 with one."""
 
     def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
-        search.model.noise = noise
-        loss = math.log(noise / 0.1) ** 2 if noise else 100.0
-        example = torch.randn(100, generator=torch.Generator().manual_seed(0))
-        losses = loss + scatter * math.log(noise or 1.0) * (example - example.mean())
-        return Trial(noise, 1.0, losses - float(search.model.mirrored), untempered=loss)
+        def away(lowest: float) -> float:
+            return math.log(noise / lowest) ** 2 if noise else 100.0
+
+        torch.manual_seed(round(1e6 * noise))
+        scatter = torch.randn(100)
+        losses = steepness * away(0.1) + scatter - scatter.mean()
+        return Trial(noise, 1.5, losses, untempered=away(0.05))
 
     monkeypatch.setattr(Search, "_try", tried)
-    bnn = bayesify.convert(trained, ABNN(noise=0.4))
-    chosen = Search(bnn, validation, 24, 0).finish(mirror=True)
-    assert bnn.mirrored
-    assert chosen.noise == pytest.approx(noise, rel=1e-3)
-    assert bnn.noise == 0.4  # to be set by whoever asked
+    bnn = bayesify.convert(trained, ABNN(noise=0.2))
+    bnn.mirrored = True
+    assert bnn.calibrate(validation).noise == pytest.approx(noise, rel=1e-3)
+
+
+@pytest.mark.parametrize(("sharpness", "pooling"), [(1.0, "probabilities"), (3.0, "logits")])
+def test_logits_are_averaged_where_that_is_clearly_likelier(sharpness: float, pooling: str) -> None:
+    """Labels that are drawn from the draws one by one, and from a multiple of their mean logits."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3)).eval()
+    bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=24))
+    x = torch.randn(4000, 2)
+    with torch.no_grad():
+        drawn = torch.cat(list(bnn.outputs(as_inputs(x))))
+    mean = drawn.softmax(2).mean(0) if sharpness == 1 else (sharpness * drawn.mean(0)).softmax(1)
+    found = Search(bnn, [(x, mean.multinomial(1)[:, 0])], 24, 0).finish(mirror=False)
+    assert found.pooling == pooling
+    assert found.temperature == pytest.approx(1 / sharpness, rel=0.1)
+    found.set(bnn)
+    assert (bnn.pooling, bnn.temperature) == (pooling, found.temperature)
+
+
+def test_there_is_one_way_to_pool_values_and_single_draws(trained: nn.Module) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 1)).eval()
+    values = bayesify.convert(network, ABNN(noise=0.5), likelihood="regression")
+    x = torch.randn(200, 3)
+    assert values.calibrate([(x, torch.randn(200, 1))]).pooling == "probabilities"
+    single = bayesify.convert(trained, bayesify.Temperature())
+    data = [(torch.randn(50, 1, 8, 8), torch.randint(0, 4, (50,)))]
+    assert single.calibrate(data).pooling == "probabilities"

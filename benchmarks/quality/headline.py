@@ -105,6 +105,7 @@ def fit(unit: Unit, size: Size) -> dict[str, Any]:
         **found,
         "noise": bnn.noise,
         "temperature": bnn.temperature,
+        "pooling": bnn.pooling,
         "mirrored": bnn.mirrored,
     }
 
@@ -151,5 +152,6 @@ def judge(bnn: BayesianModel, split: str, rows: str, unit: Unit) -> dict[str, An
         "draws": bnn.method.draws,
         "noise": bnn.noise,
         "temperature": bnn.temperature,
+        "pooling": bnn.pooling,
         "mirrored": bnn.mirrored,
     }

@@ -6,12 +6,12 @@ averages still have this far to go to what all draws will give, as a standard de
 
     sqrt((1/n - 1/N) v),    v = ((n - 1) s^2 + 2 v0) / (n + 1)
 
-s^2 is the variance between pairs: of noise, and of components where these differ, which puts the
-error rather too high than too low. A few pairs that agree by chance would make it 0, so that two
-pairs' worth of what is to be expected beforehand goes with it: v0 = p (1 - p) / 5, or a fifth of a
-regression's epistemic variance. An example stops once `MARGIN` times that is within the tolerance
-for all its classes and positions. A regression's tolerance is in units of its predictive standard
-deviation.
+s^2 is the variance between what pairs would predict alone: of noise, and of components where these
+differ, which puts the error rather too high than too low. A few pairs that agree by chance would
+make it 0, so that two pairs' worth of what is to be expected beforehand goes with it: v0 = p (1 -
+p) / 5, or a fifth of a regression's epistemic variance. An example stops once `MARGIN` times that
+is within the tolerance for all its classes and positions. A regression's tolerance is in units of
+its predictive standard deviation.
 
 The constants were chosen on training data (images clean, noisy and blended) so that fewer than 1 %
 of examples end beyond the tolerance. benchmarks/adaptive_draws.py measured it on test images: at
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from bayesify.batches import Inputs
 from bayesify.errors import SettingError
+from bayesify.likelihood import Averages
 from bayesify.posterior import Draws
 from bayesify.prediction import Prediction
 
@@ -111,25 +112,27 @@ class Adaptive:
         filled = rows[torch.arange(full) % len(rows)]
         part = inputs.map_batched(lambda t: t[filled.to(t.device)]).to(self.model.device)
         draws = {name: value[start:end] for name, value in self.draws.items()}
-        unpaired: deque[Tensor] = deque()
+        unpaired: deque[Averages] = deque()
         index, pairs = start, start // 2
         for output in runner.outputs(draws, part, memory_budget=self.memory_budget):
-            own = likelihood.temper(output[:, : len(rows)], self.model.temperature)
-            statistics = likelihood.statistics(own)
+            statistics = likelihood.statistics(output[:, : len(rows)], self.model.pooling)
             for name, value in statistics.items():
                 known[name] = known.get(name, 0) + value.sum(0)
-            for value in next(iter(statistics.values())):
+            for number in range(len(output)):
+                draw = {name: value[number] for name, value in statistics.items()}
                 if index // self.model.posterior.components % 2 == 0:
-                    unpaired.append(value)
+                    unpaired.append(draw)
                 else:
                     pairs += 1
-                    _add_pair(known, (unpaired.popleft() + value) / 2, pairs)
+                    first = unpaired.popleft()
+                    pair = {name: (first[name] + value) / 2 for name, value in draw.items()}
+                    _add_pair(known, next(iter(self.model.pool(pair).values())), pairs)
                 index += 1
 
     def _prediction(self, known: Progress, draws: int) -> Prediction:
         sums = {name: value for name, value in known.items() if name not in NOT_AVERAGED}
         used = torch.full((len(known["row"]),), draws, device=self.model.device)
-        averages = {name: value / draws for name, value in sums.items()}
+        averages = self.model.pool({name: value / draws for name, value in sums.items()})
         return Prediction(self.model.likelihood.kind, averages, used=used)
 
     def _goes_on(self, known: Progress, so_far: Prediction, draws: int) -> Tensor:

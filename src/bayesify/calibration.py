@@ -1,8 +1,8 @@
-"""calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
+"""calibrate: chooses noise, pooling and temperature, by held-out likelihood."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesify.batches import Inputs
+from bayesify.likelihood import POOLINGS, Averages
 from bayesify.validation import collect
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ LARGEST_OUTPUT = 1 << 26  # numbers kept in memory at a time, over all draws
 FARTHEST = 6  # steps of the walk, a factor 8 each way
 NEAR = 0.25  # of a step, a factor 1.09: too little to try again
 POSITIONS = 1024  # of a dense output, that count
+COLDEST, HOTTEST = 0.02, 50.0
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
 
 
@@ -31,32 +33,42 @@ class Calibration:
 
     Args:
         noise: The factor on the posterior's standard deviation.
-        temperature: What each draw's logits are divided by.
-        nll: Held-out negative log-likelihood with both.
+        temperature: What the logarithms of the pooled probabilities are divided by.
+        nll: Held-out negative log-likelihood with all of it.
         evaluations: How many strengths of noise were tried.
+        pooling: What of the draws is averaged: see `bayesify.likelihood`.
     """
 
     noise: float
     temperature: float
     nll: float
     evaluations: int
+    pooling: str = "probabilities"
+
+    def set(self, model: "BayesianModel") -> None:
+        """Sets it all."""
+        model.noise, model.temperature = self.noise, self.temperature
+        model.pooling = self.pooling
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A strength of noise, the temperature that goes with it, and what both come to.
+    """A strength of noise, the pooling and temperature that go with it, and what they come to.
 
     Args:
         noise: The noise.
         temperature: The best one for it.
-        losses: Each example's NLL at that temperature.
-        untempered: Mean NLL at the temperature that the noise is chosen by.
+        losses: Each example's NLL so.
+        untempered: Mean NLL of averaged probabilities, at the temperature that the noise is chosen
+            by.
+        pooling: The likelier one.
     """
 
     noise: float
     temperature: float
     losses: Tensor
     untempered: float
+    pooling: str = "probabilities"
 
     @property
     def nll(self) -> float:
@@ -65,7 +77,7 @@ class Trial:
 
 
 class Search:
-    """Finds how much noise there should be, and then the temperature.
+    """Finds how much noise there should be, and then pooling and temperature.
 
     All strengths of noise share their random numbers, so that NLL is a smooth function of the
     noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
@@ -75,13 +87,12 @@ class Search:
     of everything alike, noise of what it knows least: so the noise explains what it can, and the
     temperature what is left. That is the noise which is likeliest at temperature 1 (or at a lower
     one that the network itself asks for), or, if another with a temperature of its own is likelier
-    by more than a standard error, that one. The temperature never goes below: strong noise with
-    draws sharpened to mere votes can be as likely, and tells strange inputs apart worse.
+    by more than a standard error, that one. Mirrored images bring doubt of their own, so that the
+    noise which is likeliest without a temperature would be too little: where draws are mirrored,
+    the noise that they have stays, unless another is likelier in that way.
 
-    Mirrored draws are another case. Each sees one side of an image and is about as sure as that
-    warrants, so that the average over both sides, which is more often right, is not sure enough,
-    at any noise: there the temperature may be below 1, and noise and temperature are those that are
-    likeliest together.
+    Probabilities are averaged, as Bayes says, unless logits are likelier by more than a standard
+    error.
     """
 
     def __init__(
@@ -91,7 +102,7 @@ class Search:
         self.batches = collect(loader, seed, most=MOST_EXAMPLES).batches
         self.draws = draws
         self.seed = seed
-        self.coldest = 0.0
+        self.usual = 1.0  # the temperature that the noise is chosen by
         self.evaluations = 0
 
     def run(self) -> Calibration:
@@ -107,83 +118,56 @@ class Search:
                 best = self._try(best.noise, everything=True)
         finally:
             self.model.noise = before
-        return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
+        return self._found(best)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with: a temperature and, if the model is better mirrored, less noise.
-
-        Mirrored images bring doubt of their own, so that the noise which training was with may be
-        more than enough: it falls as long as that is clearly likelier. Without noise, where it is
-        hardly less likely, draws would no longer say what the network does not know.
+        """What a fit ends with, at the noise that it has: pooling and temperature.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
         """
-        before = self.model.noise
-        try:
-            trial = self._mirrored() if mirror and before > 0 else None
-            if mirror:
-                self.model.mirrored = trial is not None
-            if trial is None:
-                return self.temper()
-            best = self._try(self._less_noise(trial).noise, everything=True)
-        finally:
-            self.model.noise = before
-        return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
+        if mirror:
+            self.model.mirrored = self._better_mirrored()
+        return self._found(self._try(self.model.noise, everything=True))
 
-    def temper(self) -> Calibration:
-        """Chooses the temperature alone, at the noise that the model has."""
-        noise = self.model.noise
-        try:
-            varies = noise > 0 and self.model.posterior.varies()
-            best = self._quiet(everything=not varies)
-            if varies:
-                best = self._try(noise, everything=True)
-        finally:
-            self.model.noise = noise
-        return Calibration(noise, best.temperature, best.nll, self.evaluations)
+    def _found(self, best: Trial) -> Calibration:
+        return Calibration(best.noise, best.temperature, best.nll, self.evaluations, best.pooling)
 
-    def _quiet(self, *, everything: bool = False) -> Trial:
+    def _quiet(self) -> Trial:
         """No noise, which also says at what temperature noise is tried."""
-        quiet = self._try(0.0, everything=everything)
-        self.coldest = 0.0 if self.model.mirrored else min(1.0, quiet.temperature)
+        quiet = self._try(0.0)
+        self.usual = min(1.0, quiet.temperature)
         return quiet
 
     @torch.no_grad()
-    def _mirrored(self) -> Trial | None:
-        """What mirrored draws come to; None if they are no likelier, or have no place here.
+    def _better_mirrored(self) -> bool:
+        """Whether mirrored draws are likelier.
 
-        That is where outputs would have to be moved back, and where draws are all alike.
+        They have no place where outputs would have to be moved back, and where draws are all alike.
         """
         inputs, target = self.batches[0]
         output, _ = self._outputs(inputs[:1], target[:1], self.model.method.components)
-        if output.ndim > 3 or not self.model.posterior.varies():
-            return None
-        noise, before, trials = self.model.noise, self.model.mirrored, []
+        if output.ndim > 3 or self.model.noise == 0 or not self.model.posterior.varies():
+            return False
+        before, trials = self.model.mirrored, []
         try:
             for self.model.mirrored in (False, True):
-                trials.append(self._try(noise))
+                trials.append(self._try(self.model.noise))
         finally:
             self.model.mirrored = before
-        return trials[1] if trials[1].nll < trials[0].nll else None
-
-    def _less_noise(self, best: Trial) -> Trial:
-        """Noise below which none is likelier by more than two standard errors, step by step."""
-        for _ in range(FARTHEST):
-            less = self._try(best.noise / math.sqrt(2))
-            if as_likely(best, less, errors=2.0):
-                break
-            best = less
-        return best
+        return trials[1].nll < trials[0].nll
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
-        """The noise that is likeliest without a temperature, unless another is with one."""
+        """The noise that is preferred, unless another is clearly likelier."""
         walked: dict[float, Trial] = {}
         likeliest = self._walk(start, walked, attrgetter("nll"))
-        if self.model.mirrored:
-            return likeliest
-        most = self._walk(start, walked, attrgetter("untempered"))
-        return most if as_likely(most, likeliest) and most.nll < quiet.nll else likeliest
+        preferred = (
+            walked[0]
+            if self.model.mirrored
+            else self._walk(start, walked, attrgetter("untempered"))
+        )
+        good = as_likely(preferred, likeliest) and preferred.nll < quiet.nll
+        return preferred if good else likeliest
 
     def _walk(
         self, start: float, trials: dict[float, Trial], measure: Callable[[Trial], float]
@@ -228,10 +212,21 @@ class Search:
             kept += output.numel()
             if kept > LARGEST_OUTPUT or (not everything and examples >= SEARCH_EXAMPLES):
                 break
-        seen = (self.model.likelihood, torch.cat(outputs, dim=1), torch.cat(targets))
-        temperature, _ = best_temperature(*seen, self.coldest)
-        losses, untempered = (tempered_losses(*seen, t) for t in (temperature, self.coldest or 1.0))
-        return Trial(noise, temperature, losses, untempered.mean().item())
+        drawn, target = torch.cat(outputs, dim=1), torch.cat(targets)
+        averages = pooled_by("probabilities", self.model.likelihood, drawn)
+        losses = losses_at(self.model.likelihood, averages, target, self.usual)
+        return replace(self._pooled(drawn, target), noise=noise, untempered=losses.mean().item())
+
+    def _pooled(self, drawn: Tensor, target: Tensor) -> Trial:
+        """Pooling and temperature for some draws, and what they come to."""
+        likelihood, trials = self.model.likelihood, []
+        for pooling in POOLINGS if len(drawn) > 1 and likelihood.kind != "values" else POOLINGS[:1]:
+            averages = pooled_by(pooling, likelihood, drawn)
+            temperature, _ = best_temperature(likelihood, averages, target)
+            losses = losses_at(likelihood, averages, target, temperature)
+            trials.append(Trial(math.nan, temperature, losses, math.nan, pooling))
+        first, last = trials[0], trials[-1]
+        return first if as_likely(first, last) else last
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -246,36 +241,38 @@ class Search:
 
 
 def best_temperature(
-    likelihood: "Likelihood", outputs: Tensor, target: Tensor, coldest: float = 0.0
+    likelihood: "Likelihood", averages: Averages, target: Tensor
 ) -> tuple[float, float]:
-    """The temperature, at least `coldest`, with the lowest NLL for stacked outputs, and that NLL.
+    """The temperature with the lowest NLL for averages over draws, and that NLL.
 
-    A prior log T ~ N(0, 0.5^2) counts as much as a few examples do. Without it, a small set on
-    which some draw is always right asks for T near 0: every draw becomes a vote that knows no
-    doubt, and the first unanimous mistake on other data costs an infinite NLL.
+    A prior log T ~ N(0, 0.5^2) counts as much as a few examples do: without it, a small set on
+    which all is right asks for T near 0, and the first mistake on other data costs an infinite NLL.
     """
     from scipy.optimize import minimize_scalar
 
     def nll(log_temperature: float) -> float:
-        return tempered_losses(likelihood, outputs, target, math.exp(log_temperature)).mean().item()
+        return losses_at(likelihood, averages, target, math.exp(log_temperature)).mean().item()
 
     def penalised(log_temperature: float) -> float:
         return nll(log_temperature) + (log_temperature / TEMPERATURE_SPREAD) ** 2 / 2 / len(target)
 
-    bounds = (math.log(max(coldest, 0.02)), math.log(50))
+    bounds = (math.log(COLDEST), math.log(HOTTEST))
     found = minimize_scalar(penalised, bounds=bounds, method="bounded")
     if nll(0.0) <= found.fun:
         return 1.0, nll(0.0)
     return math.exp(found.x), nll(found.x)
 
 
-def tempered_losses(
-    likelihood: "Likelihood", outputs: Tensor, target: Tensor, temperature: float
+def pooled_by(pooling: str, likelihood: "Likelihood", outputs: Tensor) -> Averages:
+    """Averages over stacked outputs, from which a prediction is made at any temperature."""
+    return {n: value.mean(0) for n, value in likelihood.statistics(outputs, pooling).items()}
+
+
+def losses_at(
+    likelihood: "Likelihood", averages: Averages, target: Tensor, temperature: float
 ) -> Tensor:
-    """Each example's NLL by the average over stacked outputs, all at this temperature."""
-    tempered = likelihood.temper(outputs, temperature)
-    averages = {name: value.mean(0) for name, value in likelihood.statistics(tempered).items()}
-    return likelihood.nll(averages, target)
+    """Each example's NLL by averages over draws, at this temperature."""
+    return likelihood.nll(likelihood.pool(averages, temperature), target)
 
 
 def as_likely(trial: Trial, other: Trial, errors: float = 1.0) -> bool:

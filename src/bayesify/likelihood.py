@@ -1,8 +1,22 @@
 """What a network's output means: its loss, and what is averaged over draws to predict.
 
 A likelihood turns whatever the network returns into one tensor `[B, ...]` (`read`), scores it
-against a target (`loss`), and names the quantities of each draw whose averages make a prediction
-(`statistics`). Stacked outputs of S draws are `[S, B, ...]`.
+against a target (`loss`), names the quantities of each draw whose averages make a prediction
+(`statistics`), and makes it (`pool`). Stacked outputs of S draws are `[S, B, ...]`.
+
+What S draws say of classes is pooled in one of two ways, and then tempered:
+
+    "probabilities"     p = (1/S sum_s p_s)^(1/T) / Z       the average over the posterior
+    "logits"            p = exp(1/S sum_s log p_s)^(1/T) / Z
+
+The average over the posterior is what Bayes asks for. But if each draw by itself is as sure as it
+should be, an average of draws that disagree is less sure than that, above all where it is half
+sure, and no temperature of the draws mends it: one of the average does (Rahaman and Thiery,
+*Uncertainty Quantification and Deep Ensembles*, NeurIPS 2021, https://arxiv.org/abs/2007.08792).
+Averaged logits are surer still. Held-out data say which is likelier: see `bayesify.calibration`.
+
+Pooling and temperature decide how much doubt there is, draws how it is divided: the epistemic share
+is 1 - mean_s H(p_s) / H(1/S sum_s p_s) of it, whatever they are.
 """
 
 import math
@@ -17,6 +31,7 @@ from torch.nn import functional
 from bayesify.errors import DataError, SettingError
 
 Averages = dict[str, Tensor]
+POOLINGS = ("probabilities", "logits")
 
 
 class Likelihood(nn.Module, ABC):
@@ -42,10 +57,6 @@ class Likelihood(nn.Module, ABC):
         return self.output(output) if self.output else find_tensor(output)
 
     @abstractmethod
-    def temper(self, outputs: Tensor, temperature: float) -> Tensor:
-        """Softens (temperature above 1) or sharpens what each of the stacked draws says."""
-
-    @abstractmethod
     def target(self, target: Any, output: Tensor) -> Tensor:
         """Checks a target against one draw's output and brings it into form.
 
@@ -64,8 +75,15 @@ class Likelihood(nn.Module, ABC):
         """
 
     @abstractmethod
-    def statistics(self, outputs: Tensor) -> Averages:
+    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:
         """Quantities of each draw `[S, B, ...]` whose averages over draws make the prediction."""
+
+    @abstractmethod
+    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
+        """The prediction that averaged statistics make, softened (above 1) or sharpened.
+
+        At a temperature of 1 what "probabilities" averages is the prediction itself.
+        """
 
     def mutual_information(self, outputs: Tensor) -> Tensor:  # noqa: ARG002
         """How much draws disagree about each example, in nats, `[B]`, differentiable."""
@@ -79,7 +97,9 @@ class Likelihood(nn.Module, ABC):
         """Negative log-likelihood of each example under the averaged prediction, `[B]`."""
 
     @abstractmethod
-    def predictive(self, outputs: Tensor) -> Tensor:
+    def predictive(
+        self, outputs: Tensor, temperature: float = 1.0, pooling: str = "probabilities"
+    ) -> Tensor:
         """Log-probabilities or mean over draws, differentiable, `[B, ...]`."""
 
 
@@ -113,10 +133,6 @@ class Classification(Likelihood):
                 f"'regression' for values, or Classification(output=...) to pick the logits."
             )
         return logits
-
-    def temper(self, outputs: Tensor, temperature: float) -> Tensor:
-        """Divides logits."""
-        return outputs if temperature == 1 else outputs / temperature
 
     def target(self, target: Any, output: Tensor) -> Tensor:
         """Integer classes `[B, ...]`, each below C or `ignore_index`."""
@@ -152,12 +168,23 @@ class Classification(Likelihood):
         )
         return self._example_mean(losses, target)
 
-    def statistics(self, outputs: Tensor) -> Averages:
+    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:
         """Each draw's probabilities, and their entropy."""
         log_probs = torch.log_softmax(outputs.float(), dim=2)
         probs = log_probs.exp()
         # A probability of 0 has no share in the entropy, though its logarithm is infinite.
-        return {"probs": probs, "aleatoric": -(probs * log_probs.clamp_min(-1e4)).sum(2)}
+        found = {"probs": probs, "aleatoric": -(probs * log_probs.clamp_min(-1e4)).sum(2)}
+        return {**found, "log_probs": log_probs} if pooling == "logits" else found
+
+    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
+        """See the top of this file."""
+        if temperature == 1 and "log_probs" not in averages:
+            return averages
+        before = averages["probs"]
+        logs = averages["log_probs"] if "log_probs" in averages else _log(before)
+        probs = (logs / temperature).softmax(1)
+        entropies = _entropy(before).sum(1), _entropy(probs).sum(1)
+        return {"probs": probs, "aleatoric": _rescaled(averages["aleatoric"], *entropies)}
 
     def mutual_information(self, outputs: Tensor) -> Tensor:
         """Entropy of the mean probabilities, less the draws' mean entropy."""
@@ -170,12 +197,14 @@ class Classification(Likelihood):
         counted = target.clamp_min(0) if self.ignore_index < 0 else target
         counted = torch.where(target == self.ignore_index, 0, counted)
         probs = averages["probs"].gather(1, counted.unsqueeze(1)).squeeze(1)
-        return self._example_mean(-probs.clamp_min(torch.finfo(probs.dtype).tiny).log(), target)
+        return self._example_mean(-_log(probs), target)
 
-    def predictive(self, outputs: Tensor) -> Tensor:
-        """Log of the mean probability."""
+    def predictive(
+        self, outputs: Tensor, temperature: float = 1.0, pooling: str = "probabilities"
+    ) -> Tensor:
+        """Log of the pooled probability."""
         log_probs = torch.log_softmax(outputs.float(), dim=2)
-        return torch.logsumexp(log_probs, dim=0) - math.log(len(outputs))
+        return torch.log_softmax(_pooled_logs(log_probs, pooling) / temperature, dim=1)
 
     def _example_mean(self, losses: Tensor, target: Tensor) -> Tensor:
         if losses.ndim == 1:
@@ -212,10 +241,6 @@ class Multilabel(Likelihood):
 
     kind = "labels"
 
-    def temper(self, outputs: Tensor, temperature: float) -> Tensor:
-        """Divides logits."""
-        return outputs if temperature == 1 else outputs / temperature
-
     def target(self, target: Any, output: Tensor) -> Tensor:
         """Zeros and ones."""
         target = torch.as_tensor(target, device=output.device)
@@ -240,11 +265,22 @@ class Multilabel(Likelihood):
         )
         return losses.flatten(1).mean(1)
 
-    def statistics(self, outputs: Tensor) -> Averages:
+    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:
         """Each draw's probability of yes, and its entropy."""
         outputs = outputs.float()
         probs = torch.sigmoid(outputs)
-        return {"probs": probs, "aleatoric": _binary_entropy(probs)}
+        found = {"probs": probs, "aleatoric": _binary_entropy(probs)}
+        return {**found, "logits": outputs} if pooling == "logits" else found
+
+    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
+        """See the top of this file: yes and no are two classes."""
+        if temperature == 1 and "logits" not in averages:
+            return averages
+        before = averages["probs"]
+        logits = averages["logits"] if "logits" in averages else _log(before) - _log(1 - before)
+        probs = (logits / temperature).sigmoid()
+        entropies = _binary_entropy(before), _binary_entropy(probs)
+        return {"probs": probs, "aleatoric": _rescaled(averages["aleatoric"], *entropies)}
 
     def mutual_information(self, outputs: Tensor) -> Tensor:
         """Of each label, averaged over labels."""
@@ -253,14 +289,17 @@ class Multilabel(Likelihood):
 
     def nll(self, averages: Averages, target: Tensor) -> Tensor:
         """Of the mean probabilities, averaged over labels."""
-        tiny = torch.finfo(averages["probs"].dtype).tiny
         probs = torch.where(target == 1, averages["probs"], 1 - averages["probs"])
-        return -probs.clamp_min(tiny).log().flatten(1).mean(1)
+        return -_log(probs).flatten(1).mean(1)
 
-    def predictive(self, outputs: Tensor) -> Tensor:
-        """Log of the mean probability of yes."""
-        log_probs = functional.logsigmoid(outputs.float())
-        return torch.logsumexp(log_probs, dim=0) - math.log(len(outputs))
+    def predictive(
+        self, outputs: Tensor, temperature: float = 1.0, pooling: str = "probabilities"
+    ) -> Tensor:
+        """Log of the pooled probability of yes."""
+        yes, no = (
+            _pooled_logs(functional.logsigmoid(sign * outputs.float()), pooling) for sign in (1, -1)
+        )
+        return functional.logsigmoid((yes - no) / temperature)
 
 
 class Regression(Likelihood):
@@ -302,13 +341,6 @@ class Regression(Likelihood):
             )
         return torch.stack(both.chunk(2, dim=1), dim=1)
 
-    def temper(self, outputs: Tensor, temperature: float) -> Tensor:
-        """Multiplies the noise's standard deviation."""
-        if temperature == 1:
-            return outputs
-        mean, log_variance = outputs.unbind(2)
-        return torch.stack([mean, log_variance + 2 * math.log(temperature)], dim=2)
-
     def target(self, target: Any, output: Tensor) -> Tensor:
         """Finite numbers, as many as the mean has."""
         target = torch.as_tensor(target, device=output.device)
@@ -332,20 +364,29 @@ class Regression(Likelihood):
         mean, log_variance = output.float().unbind(1)
         return _gaussian_nll(mean, log_variance.exp(), target)
 
-    def statistics(self, outputs: Tensor) -> Averages:
-        """Each draw's mean, its square and its noise variance.
+    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:  # noqa: ARG002
+        """Each draw's mean, its square and its noise variance; there is one way to pool them.
 
         In double precision: the variance between draws is a difference of large numbers.
         """
         mean, log_variance = outputs.double().unbind(2)
         return {"mean": mean, "square": mean.square(), "aleatoric": log_variance.exp()}
 
+    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
+        """The temperature multiplies the noise's standard deviation."""
+        return {**averages, "aleatoric": averages["aleatoric"] * temperature**2}
+
     def nll(self, averages: Averages, target: Tensor) -> Tensor:
         """Of a Gaussian with the prediction's mean and variance."""
         epistemic = (averages["square"] - averages["mean"].square()).clamp_min(0)
         return _gaussian_nll(averages["mean"], averages["aleatoric"] + epistemic, target)
 
-    def predictive(self, outputs: Tensor) -> Tensor:
+    def predictive(
+        self,
+        outputs: Tensor,
+        temperature: float = 1.0,  # noqa: ARG002
+        pooling: str = "probabilities",  # noqa: ARG002
+    ) -> Tensor:
         """The mean."""
         return outputs[:, :, 0].mean(0)
 
@@ -399,13 +440,30 @@ def find_tensor(output: Any) -> Tensor:
     )
 
 
+def _pooled_logs(log_probs: Tensor, pooling: str) -> Tensor:
+    """Logarithms of what draws `[S, ...]` say together, up to a constant."""
+    if pooling == "logits":
+        return log_probs.mean(0)
+    return torch.logsumexp(log_probs, dim=0) - math.log(len(log_probs))
+
+
+def _rescaled(aleatoric: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """The same share of the total uncertainty as before, now that this is another."""
+    return aleatoric * after / before.clamp_min(torch.finfo(before.dtype).tiny)
+
+
 def _binary_entropy(probs: Tensor) -> Tensor:
     return _entropy(probs) + _entropy(1 - probs)
 
 
 def _entropy(probs: Tensor) -> Tensor:
     """-p log p, which is 0 at 0 and has a finite gradient there."""
-    return -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    return -probs * _log(probs)
+
+
+def _log(probs: Tensor) -> Tensor:
+    """The logarithm, finite at 0."""
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def _gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def fit_mixture(
         found = search.finish(
             mirror=worth_trying(mirror, augment, shares_trunk=model.runner.shares_trunk)
         )
-        model.noise, model.temperature = found.noise, found.temperature
+        found.set(model)
         tempered = nll = found.nll
     else:
         nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))
@@ -91,6 +91,7 @@ def fit_mixture(
         groups=None,
         history=[],
         temperature=model.temperature,
+        pooling=model.pooling,
         tempered_nll=tempered,
         mirrored=model.mirrored,
         parts=tuple(results),

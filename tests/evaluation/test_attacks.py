@@ -47,12 +47,11 @@ def naive_gradient(
     """One graph through all draws: of the mean prediction's loss, or of the draws' mean loss."""
     x = x.clone().requires_grad_()
     outputs = torch.cat(list(bnn.outputs(bayesify.batches.as_inputs(x), draws=draws)))
-    tempered = bnn.likelihood.temper(outputs, bnn.temperature)
     target = bnn.likelihood.target(target, outputs[0])
-    averages = {n: v.mean(0) for n, v in bnn.likelihood.statistics(tempered).items()}
-    nll = bnn.likelihood.nll(averages, target)
+    statistics = bnn.likelihood.statistics(outputs, bnn.pooling)
+    nll = bnn.likelihood.nll(bnn.pool({n: v.mean(0) for n, v in statistics.items()}), target)
     if not together:
-        nll = sum(bnn.likelihood.loss(output, target) for output in tempered) / draws
+        nll = sum(bnn.likelihood.loss(output, target) for output in outputs) / draws
     return torch.autograd.grad(nll.sum(), x)[0]
 
 
@@ -159,11 +158,16 @@ def test_loss_of_the_prediction_rises(kind: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["looped", "vectorised"])
+@pytest.mark.parametrize(
+    ("pooling", "temperature"), [("probabilities", 1.0), ("probabilities", 0.7), ("logits", 1.3)]
+)
 @pytest.mark.parametrize("kind", tasks())
-def test_gradient_equals_that_of_one_graph_through_all_draws(kind: str, strategy: str) -> None:
+def test_gradient_equals_that_of_one_graph_through_all_draws(
+    kind: str, pooling: str, temperature: float, strategy: str
+) -> None:
     network, likelihood, target = tasks()[kind]
     bnn = bayesify.convert(network, ABNN(noise=0.3, draws=6), likelihood=likelihood)
-    bnn.temperature, bnn.strategy = 0.7, strategy
+    bnn.pooling, bnn.temperature, bnn.strategy = pooling, temperature, strategy
     x = batch()[0]
     for draws in (6, 3):
         loss = _Loss(bnn, x[:1], draws, 0)

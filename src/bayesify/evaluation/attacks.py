@@ -223,7 +223,8 @@ class _Loss:
         x = _leaf(x.to(self.bnn.device))
         # With one position an example, p is the example's: -log mean p needs one pass.
         alone = isinstance(self.bnn.likelihood, Classification) and target.ndim == 1
-        one_pass = alone or self.count == 1
+        averaged = self.bnn.temperature == 1 and self.bnn.pooling == "probabilities"
+        one_pass = averaged and (alone or self.count == 1)
         slope = self._in_one_pass(x, target) if one_pass else self._in_two_passes(x, target)
         if torch.isnan(slope).any():
             raise NonFiniteError(
@@ -257,29 +258,28 @@ class _Loss:
         The averages come from a first pass without graphs, so that the NLL's slope in them is known
         when the second goes through the draws. Exact for every likelihood.
         """
+        likelihood, pooling = self.bnn.likelihood, self.bnn.pooling
         averages: Averages = {}
         with torch.no_grad():
             for outputs in self._outputs(x):
-                for name, value in self.bnn.likelihood.statistics(outputs).items():
+                for name, value in likelihood.statistics(outputs, pooling).items():
                     averages[name] = averages.get(name, 0) + value.sum(0) / self.count
         leaves = {name: _leaf(value) for name, value in averages.items()}
-        nll = self.bnn.likelihood.nll(leaves, target).sum()
+        nll = likelihood.nll(self.bnn.pool(leaves), target).sum()
         slopes = grad(nll, list(leaves.values()), allow_unused=True)
         used = {
             name: slope for name, slope in zip(leaves, slopes, strict=True) if slope is not None
         }
         total = torch.zeros_like(x)
         for outputs in self._outputs(x):
-            statistics = self.bnn.likelihood.statistics(outputs)
+            statistics = likelihood.statistics(outputs, pooling)
             parts = [(slope * statistics[name]).sum() for name, slope in used.items()]
             total += grad(torch.stack(parts).sum() / self.count, x)[0]
         return total
 
     def _outputs(self, x: Tensor) -> Iterator[Tensor]:
-        """Tempered outputs of consecutive draws, stacked, as many at a time as memory allows."""
-        likelihood, runner = self.bnn.likelihood, self.bnn.runner
-        for outputs in runner.outputs(self.drawn, Inputs((x,), {}), memory_budget=self.budget):
-            yield likelihood.temper(outputs, self.bnn.temperature)
+        """Outputs of consecutive draws, stacked, as many at a time as memory allows."""
+        return self.bnn.runner.outputs(self.drawn, Inputs((x,), {}), memory_budget=self.budget)
 
 
 def _check_settings(radius: float, step: float | None, steps: int, batch_size: int | None) -> None:

@@ -83,9 +83,10 @@ def loss_along_line(
             examples += len(inputs)
             for number, draw in enumerate(between):
                 output = model.runner.plain(draw, inputs.to(model.device))
-                tempered = model.likelihood.temper(output.unsqueeze(0), model.temperature)[0]
-                wanted = model.likelihood.target(target, tempered)
-                total[number] += model.likelihood.loss(tempered, wanted).double().sum().cpu()
+                wanted = model.likelihood.target(target, output)
+                statistics = model.likelihood.statistics(output.unsqueeze(0))
+                alone = model.pool({name: value[0] for name, value in statistics.items()})
+                total[number] += model.likelihood.nll(alone, wanted).double().sum().cpu()
     return Line(at, total / examples)
 
 
