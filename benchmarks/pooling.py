@@ -7,9 +7,8 @@ other, both ways round, in the mean of ten ways to halve it:
 
     draws tempered      the mean of softmax(z_s / T)
     wrong labels        the same, if any label may be wrong: (1 - lapse) p + lapse / classes
-    average tempered    the mean of softmax(z_s), to the power 1/T
+    average tempered    the mean of softmax(z_s), to the power 1/T: what `fit` and `calibrate` do
     logits              the mean of log softmax(z_s), over T
-    chosen              what `calibrate` does: one of the last two
 
 SET is resnet20 or resnet56 (the mixture of `make bench-quality`, seed 0, with the noise of
 training, draws mirrored and not, on two strong augmentations of the 2,000 training images that its
@@ -38,7 +37,6 @@ import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
 from bayesify.augmentation import crop_and_flip, strong
 from bayesify.batches import as_inputs
-from bayesify.calibration import Trial, as_likely
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.evaluation.detection import auroc
 from bayesify.validation import hold_out, seeded
@@ -107,19 +105,13 @@ def half_by_half(
     for half in range(2):
         own, other = (side == half).nonzero().flatten(), (side != half).nonzero().flatten()
         own_logits, other_logits = logits[:, own], logits[:, other]
-        trials = {}
         for name, (rule, count) in RULES.items():
             numbers = calibrated(rule, count, own_logits, target[own])
-            seen = losses(rule(own_logits, *numbers), target[own])
-            trials[name] = Trial(0.0, 1.0, seen, 0.0)
             probs = rule(other_logits, *numbers)
             told = [auroc(entropy(probs), entropy(rule(x, *numbers))) for x in strange.values()]
             judged = quality(probs, target[other])
             judged |= {"auroc": statistics.mean(told), "temperature": numbers[0]}
             found.setdefault(name, []).append(judged)
-        bayes, other_way = trials["average tempered"], trials["logits"]
-        chosen = "average tempered" if as_likely(bayes, other_way) else "logits"
-        found.setdefault("chosen", []).append(dict(found[chosen][half]))
     return found
 
 

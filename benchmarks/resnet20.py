@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import bayesify
 from bayesify import ABNN
 from bayesify.batches import as_inputs
-from bayesify.calibration import best_temperature, pooled_by
+from bayesify.calibration import averaged, best_temperature
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.zoo import load_model
 
@@ -99,7 +99,7 @@ def main() -> None:
     x, y = next(iter(loader(calibration, 2000)))
     with torch.no_grad():
         outputs = torch.cat(list(network.outputs(as_inputs(x))))
-    averages = pooled_by("probabilities", network.likelihood, outputs)
+    averages = averaged(network.likelihood, outputs)
     network.temperature, _ = best_temperature(network.likelihood, averages, y)
     measure("temperature", network)
 

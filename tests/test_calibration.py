@@ -8,12 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
-from bayesify.batches import as_inputs
-from bayesify.calibration import Search, Trial, best_temperature, pooled_by
+from bayesify.calibration import Search, Trial, averaged, best_temperature
 
-
-def averaged(outputs: Tensor) -> dict[str, Tensor]:
-    return pooled_by("probabilities", Classification(), outputs)
+CLASSES = Classification()
 
 
 def test_temperature_is_that_of_the_data() -> None:
@@ -21,7 +18,7 @@ def test_temperature_is_that_of_the_data() -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(20_000, 5)
     target = torch.distributions.Categorical(logits=logits / 2.5).sample()
-    temperature, nll = best_temperature(Classification(), averaged(logits[None]), target)
+    temperature, nll = best_temperature(CLASSES, averaged(CLASSES, logits[None]), target)
     assert temperature == pytest.approx(2.5, abs=0.1)
     assert nll == pytest.approx(
         nn.functional.cross_entropy(logits / temperature, target).item(), abs=1e-5
@@ -31,13 +28,13 @@ def test_temperature_is_that_of_the_data() -> None:
 def test_a_few_examples_do_not_ask_for_infinite_sharpness() -> None:
     """All is right: without a prior T goes to 0, and NLL on a mistake to infinity."""
     outputs = torch.tensor([[[4.0, 0.0]] * 30, [[3.0, 0.0]] * 30])
-    temperature, _ = best_temperature(Classification(), averaged(outputs), torch.zeros(30).long())
+    temperature, _ = best_temperature(CLASSES, averaged(CLASSES, outputs), torch.zeros(30).long())
     assert temperature > 0.2
 
 
 def test_temperature_never_hurts() -> None:
     logits, target = torch.zeros(10, 3), torch.arange(10) % 3
-    assert best_temperature(Classification(), averaged(logits[None]), target)[0] == 1.0
+    assert best_temperature(CLASSES, averaged(CLASSES, logits[None]), target)[0] == 1.0
 
 
 def test_calibrate_lowers_held_out_nll(
@@ -58,7 +55,7 @@ def test_calibrate_is_no_worse_than_temperature_scaling(
     with torch.no_grad():
         x = torch.cat([x for x, _ in validation])
         y = torch.cat([y for _, y in validation])
-        _, scaled = best_temperature(Classification(), averaged(trained(x)[None]), y)
+        _, scaled = best_temperature(CLASSES, averaged(CLASSES, trained(x)[None]), y)
     chosen = bayesify.convert(trained, ABNN()).calibrate(validation)
     assert chosen.nll <= scaled + 1e-5
 
@@ -198,29 +195,13 @@ def test_mirrored_draws_keep_their_noise_unless_another_is_clearly_likelier(
     assert bnn.calibrate(validation).noise == pytest.approx(noise, rel=1e-3)
 
 
-@pytest.mark.parametrize(("sharpness", "pooling"), [(1.0, "probabilities"), (3.0, "logits")])
-def test_logits_are_averaged_where_that_is_clearly_likelier(sharpness: float, pooling: str) -> None:
-    """Labels that are drawn from the draws one by one, and from a multiple of their mean logits."""
+def test_a_fit_ends_with_the_temperature_of_the_average() -> None:
+    """Labels drawn from the average of draws, sharpened."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3)).eval()
     bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=24))
-    x = torch.randn(4000, 2)
-    with torch.no_grad():
-        drawn = torch.cat(list(bnn.outputs(as_inputs(x))))
-    mean = drawn.softmax(2).mean(0) if sharpness == 1 else (sharpness * drawn.mean(0)).softmax(1)
-    found = Search(bnn, [(x, mean.multinomial(1)[:, 0])], 24, 0).finish(mirror=False)
-    assert found.pooling == pooling
-    assert found.temperature == pytest.approx(1 / sharpness, rel=0.1)
-    found.set(bnn)
-    assert (bnn.pooling, bnn.temperature) == (pooling, found.temperature)
-
-
-def test_there_is_one_way_to_pool_values_and_single_draws(trained: nn.Module) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 1)).eval()
-    values = bayesify.convert(network, ABNN(noise=0.5), likelihood="regression")
-    x = torch.randn(200, 3)
-    assert values.calibrate([(x, torch.randn(200, 1))]).pooling == "probabilities"
-    single = bayesify.convert(trained, bayesify.Temperature())
-    data = [(torch.randn(50, 1, 8, 8), torch.randint(0, 4, (50,)))]
-    assert single.calibrate(data).pooling == "probabilities"
+    x = torch.randn(3000, 2)
+    sharp = bnn.predict(x).probs ** 2
+    found = Search(bnn, [(x, sharp.multinomial(1)[:, 0])], 24, 0).finish(mirror=False)
+    assert found.temperature == pytest.approx(0.5, rel=0.1)
+    assert found.noise == bnn.noise == 2.0

@@ -15,13 +15,11 @@ from bayesify import (
     Regression,
     SettingError,
 )
-from bayesify.likelihood import POOLINGS, as_likelihood, find_tensor
+from bayesify.likelihood import as_likelihood, find_tensor
 
 
-def averages(
-    likelihood: bayesify.Likelihood, outputs: Tensor, pooling: str = "probabilities"
-) -> dict[str, Tensor]:
-    return {name: value.mean(0) for name, value in likelihood.statistics(outputs, pooling).items()}
+def averages(likelihood: bayesify.Likelihood, outputs: Tensor) -> dict[str, Tensor]:
+    return {name: value.mean(0) for name, value in likelihood.statistics(outputs).items()}
 
 
 def test_classification() -> None:
@@ -46,38 +44,33 @@ def test_predictive_is_the_log_of_the_mean_probability() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_pooled_predictions(pooling: str, temperature: float) -> None:
-    """Averages of probabilities or of logits, to the power 1/T; of yes and no as of two classes."""
+def test_the_average_is_tempered(temperature: float) -> None:
+    """Mean probabilities to the power 1/T; of yes and no as of two classes."""
     torch.manual_seed(0)
     outputs = 2 * torch.randn(5, 3, 4, 2)  # draws, examples, classes, positions
-    inner = outputs.log_softmax(2).mean(0)
-    together = outputs.softmax(2).mean(0) if pooling == "probabilities" else inner.exp()
-    power = together ** (1 / temperature)
+    power = outputs.softmax(2).mean(0) ** (1 / temperature)
     expected = power / power.sum(1, keepdim=True)
-    found = Classification().pool(averages(Classification(), outputs, pooling), temperature)
+    found = Classification().pool(averages(Classification(), outputs), temperature)
     torch.testing.assert_close(found["probs"], expected)
-    predictive = Classification().predictive(outputs, temperature, pooling)
+    predictive = Classification().predictive(outputs, temperature)
     torch.testing.assert_close(predictive, expected.log())
     two = torch.stack([torch.zeros_like(outputs), outputs], dim=2)
-    two_classes = Classification().pool(averages(Classification(), two, pooling), temperature)
-    labels = Multilabel().pool(averages(Multilabel(), outputs, pooling), temperature)
+    two_classes = Classification().pool(averages(Classification(), two), temperature)
+    labels = Multilabel().pool(averages(Multilabel(), outputs), temperature)
     torch.testing.assert_close(labels["probs"], two_classes["probs"][:, 1])
     torch.testing.assert_close(labels["aleatoric"], two_classes["aleatoric"])
-    predictive = Multilabel().predictive(outputs, temperature, pooling)
+    predictive = Multilabel().predictive(outputs, temperature)
     torch.testing.assert_close(predictive.exp(), labels["probs"])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_temperature_leaves_the_shares_of_the_doubt(pooling: str, temperature: float) -> None:
+def test_a_temperature_leaves_the_shares_of_the_doubt(temperature: float) -> None:
     torch.manual_seed(0)
     outputs = 3 * torch.randn(5, 20, 4)
     outputs[:, 0] = torch.tensor([1e3, 0, 0, 0])  # no doubt to be divided
     plain = Prediction("classes", averages(Classification(), outputs))
-    pooled = Classification().pool(averages(Classification(), outputs, pooling), temperature)
-    tempered = Prediction("classes", pooled)
-    assert ((tempered.entropy > plain.entropy)[1:] == (temperature > 1)).float().mean() > 0.7
+    tempered = Prediction("classes", Classification().pool(plain.averages, temperature))
+    assert ((tempered.entropy > plain.entropy)[1:] == (temperature > 1)).all()
     share = (plain.epistemic / plain.entropy)[1:]
     assert share.min() > 0.01
     torch.testing.assert_close((tempered.epistemic / tempered.entropy)[1:], share)
@@ -87,12 +80,10 @@ def test_a_temperature_leaves_the_shares_of_the_doubt(pooling: str, temperature:
 def test_sure_draws_that_disagree() -> None:
     """No temperature of draws makes their average surer than votes are; one of the average does."""
     outputs = torch.tensor([[[9.0, 0.0]]] * 3 + [[[0.0, 9.0]]])
-    votes = Classification().pool(averages(Classification(), outputs))["probs"][0, 0]
-    assert votes == pytest.approx(0.75, abs=1e-3)
-    sharp = Classification().pool(averages(Classification(), outputs), 0.5)["probs"][0, 0]
-    assert sharp == pytest.approx(0.9, abs=1e-3)
-    logits = Classification().pool(averages(Classification(), outputs, "logits"))["probs"][0, 0]
-    assert logits == pytest.approx(torch.sigmoid(torch.tensor(4.5)).item(), abs=1e-4)
+    votes = averages(Classification(), outputs)
+    assert votes["probs"][0, 0] == pytest.approx(0.75, abs=1e-3)
+    sharp = Classification().pool(votes, 0.5)["probs"]
+    assert sharp[0, 0] == pytest.approx(0.9, abs=1e-3)
 
 
 def test_dense_classification_ignores_void() -> None:

@@ -105,7 +105,6 @@ def fit(unit: Unit, size: Size) -> dict[str, Any]:
         **found,
         "noise": bnn.noise,
         "temperature": bnn.temperature,
-        "pooling": bnn.pooling,
         "mirrored": bnn.mirrored,
     }
 
@@ -152,6 +151,5 @@ def judge(bnn: BayesianModel, split: str, rows: str, unit: Unit) -> dict[str, An
         "draws": bnn.method.draws,
         "noise": bnn.noise,
         "temperature": bnn.temperature,
-        "pooling": bnn.pooling,
         "mirrored": bnn.mirrored,
     }

@@ -78,8 +78,8 @@ def asked(unit: Unit, size: Size) -> dict[str, Any]:
     method = {**METHODS, **ABLATIONS}[unit.method]
     fit = TRANSFER_FIT if unit.what == "transfer" else FIT
     about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": images}
-    rules = dict.fromkeys(("mirrored", "logits averaged"), "if likelier")  # at the end of a fit
-    return {**about, **rules} if method.draws > 1 else about
+    ends = {"mirrored": "if likelier", "tempered": "the average"}
+    return {**about, **ends} if method.draws > 1 else about
 
 
 def passes(method: Method) -> list[int]:

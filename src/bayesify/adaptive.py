@@ -115,7 +115,7 @@ class Adaptive:
         unpaired: deque[Averages] = deque()
         index, pairs = start, start // 2
         for output in runner.outputs(draws, part, memory_budget=self.memory_budget):
-            statistics = likelihood.statistics(output[:, : len(rows)], self.model.pooling)
+            statistics = likelihood.statistics(output[:, : len(rows)])
             for name, value in statistics.items():
                 known[name] = known.get(name, 0) + value.sum(0)
             for number in range(len(output)):

@@ -1,8 +1,8 @@
-"""calibrate: chooses noise, pooling and temperature, by held-out likelihood."""
+"""calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesify.batches import Inputs
-from bayesify.likelihood import POOLINGS, Averages
+from bayesify.likelihood import Averages
 from bayesify.validation import collect
 
 if TYPE_CHECKING:
@@ -33,42 +33,32 @@ class Calibration:
 
     Args:
         noise: The factor on the posterior's standard deviation.
-        temperature: What the logarithms of the pooled probabilities are divided by.
-        nll: Held-out negative log-likelihood with all of it.
+        temperature: That of the average over draws.
+        nll: Held-out negative log-likelihood with both.
         evaluations: How many strengths of noise were tried.
-        pooling: What of the draws is averaged: see `bayesify.likelihood`.
     """
 
     noise: float
     temperature: float
     nll: float
     evaluations: int
-    pooling: str = "probabilities"
-
-    def set(self, model: "BayesianModel") -> None:
-        """Sets it all."""
-        model.noise, model.temperature = self.noise, self.temperature
-        model.pooling = self.pooling
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A strength of noise, the pooling and temperature that go with it, and what they come to.
+    """A strength of noise, the temperature that goes with it, and what both come to.
 
     Args:
         noise: The noise.
         temperature: The best one for it.
-        losses: Each example's NLL so.
-        untempered: Mean NLL of averaged probabilities, at the temperature that the noise is chosen
-            by.
-        pooling: The likelier one.
+        losses: Each example's NLL at that temperature.
+        untempered: Mean NLL at the temperature that the noise is chosen by.
     """
 
     noise: float
     temperature: float
     losses: Tensor
     untempered: float
-    pooling: str = "probabilities"
 
     @property
     def nll(self) -> float:
@@ -77,7 +67,7 @@ class Trial:
 
 
 class Search:
-    """Finds how much noise there should be, and then pooling and temperature.
+    """Finds how much noise there should be, and then the temperature.
 
     All strengths of noise share their random numbers, so that NLL is a smooth function of the
     noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
@@ -90,9 +80,6 @@ class Search:
     by more than a standard error, that one. Mirrored images bring doubt of their own, so that the
     noise which is likeliest without a temperature would be too little: where draws are mirrored,
     the noise that they have stays, unless another is likelier in that way.
-
-    Probabilities are averaged, as Bayes says, unless logits are likelier by more than a standard
-    error.
     """
 
     def __init__(
@@ -121,7 +108,7 @@ class Search:
         return self._found(best)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with, at the noise that it has: pooling and temperature.
+        """What a fit ends with, at the noise that it has: the temperature.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
@@ -131,7 +118,7 @@ class Search:
         return self._found(self._try(self.model.noise, everything=True))
 
     def _found(self, best: Trial) -> Calibration:
-        return Calibration(best.noise, best.temperature, best.nll, self.evaluations, best.pooling)
+        return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
     def _quiet(self) -> Trial:
         """No noise, which also says at what temperature noise is tried."""
@@ -212,21 +199,12 @@ class Search:
             kept += output.numel()
             if kept > LARGEST_OUTPUT or (not everything and examples >= SEARCH_EXAMPLES):
                 break
-        drawn, target = torch.cat(outputs, dim=1), torch.cat(targets)
-        averages = pooled_by("probabilities", self.model.likelihood, drawn)
-        losses = losses_at(self.model.likelihood, averages, target, self.usual)
-        return replace(self._pooled(drawn, target), noise=noise, untempered=losses.mean().item())
-
-    def _pooled(self, drawn: Tensor, target: Tensor) -> Trial:
-        """Pooling and temperature for some draws, and what they come to."""
-        likelihood, trials = self.model.likelihood, []
-        for pooling in POOLINGS if len(drawn) > 1 and likelihood.kind != "values" else POOLINGS[:1]:
-            averages = pooled_by(pooling, likelihood, drawn)
-            temperature, _ = best_temperature(likelihood, averages, target)
-            losses = losses_at(likelihood, averages, target, temperature)
-            trials.append(Trial(math.nan, temperature, losses, math.nan, pooling))
-        first, last = trials[0], trials[-1]
-        return first if as_likely(first, last) else last
+        seen = averaged(self.model.likelihood, torch.cat(outputs, dim=1)), torch.cat(targets)
+        temperature, _ = best_temperature(self.model.likelihood, *seen)
+        losses, untempered = (
+            losses_at(self.model.likelihood, *seen, each) for each in (temperature, self.usual)
+        )
+        return Trial(noise, temperature, losses, untempered.mean().item())
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -263,9 +241,9 @@ def best_temperature(
     return math.exp(found.x), nll(found.x)
 
 
-def pooled_by(pooling: str, likelihood: "Likelihood", outputs: Tensor) -> Averages:
+def averaged(likelihood: "Likelihood", outputs: Tensor) -> Averages:
     """Averages over stacked outputs, from which a prediction is made at any temperature."""
-    return {n: value.mean(0) for n, value in likelihood.statistics(outputs, pooling).items()}
+    return {name: value.mean(0) for name, value in likelihood.statistics(outputs).items()}
 
 
 def losses_at(

@@ -23,7 +23,6 @@ class FitResult:
         tempered_nll: Held-out NLL of the state kept, with that.
         cache: How much was kept of the trunk's outputs, or why they were not.
         mirrored: Whether half of the draws see images mirrored from now on.
-        pooling: What of the draws is averaged from now on: see `bayesify.likelihood`.
         parts: What the fits of a mixture's parts did, which then have groups, history and cache.
     """
 
@@ -39,7 +38,6 @@ class FitResult:
     tempered_nll: float = math.nan
     cache: str = field(default="", repr=False, compare=False)
     mirrored: bool = False
-    pooling: str = "probabilities"
     parts: tuple["FitResult", ...] = ()
 
     def __str__(self) -> str:
@@ -59,9 +57,8 @@ class FitResult:
         return f", {self.tempered_nll:.4f}{self._chosen()}"
 
     def _chosen(self) -> str:
-        pooled = ", averaged as logits" if self.pooling == "logits" else ""
         mirrored = ", half of the draws mirrored" if self.mirrored else ""
-        return f" at a temperature of {self.temperature:.3g}{pooled}{mirrored}"
+        return f" at a temperature of {self.temperature:.3g}{mirrored}"
 
 
 def describe_groups(groups: int | None) -> str:

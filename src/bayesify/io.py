@@ -18,7 +18,7 @@ from bayesify.files import (
     write_json,
     write_tensors,
 )
-from bayesify.likelihood import LIKELIHOODS, POOLINGS, Likelihood, as_likelihood
+from bayesify.likelihood import LIKELIHOODS, Likelihood, as_likelihood
 from bayesify.methods import make_method, method_name
 from bayesify.model import BayesianModel, convert
 
@@ -43,7 +43,6 @@ def save(model: BayesianModel, path: str | Path) -> None:
         "choice": None if model.choice is None else asdict(model.choice),
         "noise": model.noise,
         "temperature": model.temperature,
-        "pooling": model.pooling,
         "mirrored": model.mirrored,
         "network": {
             "class": type(model.network).__name__,
@@ -90,9 +89,6 @@ def load(
         noise, temperature = float(description["noise"]), float(description["temperature"])
         if not 0 < temperature < float("inf"):
             raise CorruptFileError(f"{path / DESCRIPTION} has a temperature of {temperature}.")
-        pooling = description.get("pooling", "probabilities")
-        if pooling not in POOLINGS:
-            raise CorruptFileError(f"{path / DESCRIPTION} has an unknown pooling, {pooling!r}.")
         mirrored = bool(description.get("mirrored", False))
         choice = Choice.from_dict(chosen) if (chosen := description.get("choice")) else None
         method = make_method(description["method"]["name"], description["method"]["settings"])
@@ -117,7 +113,6 @@ def load(
             parameter.copy_(tensors[name])
     loaded.noise = noise
     loaded.temperature = temperature
-    loaded.pooling = pooling
     loaded.mirrored = mirrored
     loaded.choice = choice
     return loaded

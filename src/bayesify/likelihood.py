@@ -4,19 +4,15 @@ A likelihood turns whatever the network returns into one tensor `[B, ...]` (`rea
 against a target (`loss`), names the quantities of each draw whose averages make a prediction
 (`statistics`), and makes it (`pool`). Stacked outputs of S draws are `[S, B, ...]`.
 
-What S draws say of classes is pooled in one of two ways, and then tempered:
+Draws are averaged first, and the average is tempered:
 
-    "probabilities"     p = (1/S sum_s p_s)^(1/T) / Z       the average over the posterior
-    "logits"            p = exp(1/S sum_s log p_s)^(1/T) / Z
+    p = (1/S sum_s p_s)^(1/T) / Z
 
-The average over the posterior is what Bayes asks for. But if each draw by itself is as sure as it
-should be, an average of draws that disagree is less sure than that, above all where it is half
-sure, and no temperature of the draws mends it: one of the average does (Rahaman and Thiery,
-*Uncertainty Quantification and Deep Ensembles*, NeurIPS 2021, https://arxiv.org/abs/2007.08792).
-Averaged logits are surer still. Held-out data say which is likelier: see `bayesify.calibration`.
-
-Pooling and temperature decide how much doubt there is, draws how it is divided: the epistemic share
-is 1 - mean_s H(p_s) / H(1/S sum_s p_s) of it, whatever they are.
+If each draw by itself is as sure as it should be, an average of draws that disagree is less sure
+than that, above all where it is half sure, and no temperature of the draws mends it: one of the
+average does (Rahaman and Thiery, *Uncertainty Quantification and Deep Ensembles*, NeurIPS 2021,
+https://arxiv.org/abs/2007.08792). The temperature says how much doubt there is, the draws how it is
+divided: mean_s H(p_s) / H(1/S sum_s p_s) of it is aleatoric at any temperature.
 """
 
 import math
@@ -31,7 +27,6 @@ from torch.nn import functional
 from bayesify.errors import DataError, SettingError
 
 Averages = dict[str, Tensor]
-POOLINGS = ("probabilities", "logits")
 
 
 class Likelihood(nn.Module, ABC):
@@ -75,15 +70,12 @@ class Likelihood(nn.Module, ABC):
         """
 
     @abstractmethod
-    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:
+    def statistics(self, outputs: Tensor) -> Averages:
         """Quantities of each draw `[S, B, ...]` whose averages over draws make the prediction."""
 
     @abstractmethod
     def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
-        """The prediction that averaged statistics make, softened (above 1) or sharpened.
-
-        At a temperature of 1 what "probabilities" averages is the prediction itself.
-        """
+        """The prediction that averaged statistics make, softened (above 1) or sharpened."""
 
     def mutual_information(self, outputs: Tensor) -> Tensor:  # noqa: ARG002
         """How much draws disagree about each example, in nats, `[B]`, differentiable."""
@@ -97,9 +89,7 @@ class Likelihood(nn.Module, ABC):
         """Negative log-likelihood of each example under the averaged prediction, `[B]`."""
 
     @abstractmethod
-    def predictive(
-        self, outputs: Tensor, temperature: float = 1.0, pooling: str = "probabilities"
-    ) -> Tensor:
+    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probabilities or mean over draws, differentiable, `[B, ...]`."""
 
 
@@ -168,21 +158,19 @@ class Classification(Likelihood):
         )
         return self._example_mean(losses, target)
 
-    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:
+    def statistics(self, outputs: Tensor) -> Averages:
         """Each draw's probabilities, and their entropy."""
         log_probs = torch.log_softmax(outputs.float(), dim=2)
         probs = log_probs.exp()
         # A probability of 0 has no share in the entropy, though its logarithm is infinite.
-        found = {"probs": probs, "aleatoric": -(probs * log_probs.clamp_min(-1e4)).sum(2)}
-        return {**found, "log_probs": log_probs} if pooling == "logits" else found
+        return {"probs": probs, "aleatoric": -(probs * log_probs.clamp_min(-1e4)).sum(2)}
 
     def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
         """See the top of this file."""
-        if temperature == 1 and "log_probs" not in averages:
+        if temperature == 1:
             return averages
         before = averages["probs"]
-        logs = averages["log_probs"] if "log_probs" in averages else _log(before)
-        probs = (logs / temperature).softmax(1)
+        probs = (_log(before) / temperature).softmax(1)
         entropies = _entropy(before).sum(1), _entropy(probs).sum(1)
         return {"probs": probs, "aleatoric": _rescaled(averages["aleatoric"], *entropies)}
 
@@ -199,12 +187,10 @@ class Classification(Likelihood):
         probs = averages["probs"].gather(1, counted.unsqueeze(1)).squeeze(1)
         return self._example_mean(-_log(probs), target)
 
-    def predictive(
-        self, outputs: Tensor, temperature: float = 1.0, pooling: str = "probabilities"
-    ) -> Tensor:
-        """Log of the pooled probability."""
-        log_probs = torch.log_softmax(outputs.float(), dim=2)
-        return torch.log_softmax(_pooled_logs(log_probs, pooling) / temperature, dim=1)
+    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log of the mean probability, tempered."""
+        logs = _log_mean(torch.log_softmax(outputs.float(), dim=2))
+        return logs if temperature == 1 else torch.log_softmax(logs / temperature, dim=1)
 
     def _example_mean(self, losses: Tensor, target: Tensor) -> Tensor:
         if losses.ndim == 1:
@@ -265,20 +251,18 @@ class Multilabel(Likelihood):
         )
         return losses.flatten(1).mean(1)
 
-    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:
+    def statistics(self, outputs: Tensor) -> Averages:
         """Each draw's probability of yes, and its entropy."""
         outputs = outputs.float()
         probs = torch.sigmoid(outputs)
-        found = {"probs": probs, "aleatoric": _binary_entropy(probs)}
-        return {**found, "logits": outputs} if pooling == "logits" else found
+        return {"probs": probs, "aleatoric": _binary_entropy(probs)}
 
     def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
         """See the top of this file: yes and no are two classes."""
-        if temperature == 1 and "logits" not in averages:
+        if temperature == 1:
             return averages
         before = averages["probs"]
-        logits = averages["logits"] if "logits" in averages else _log(before) - _log(1 - before)
-        probs = (logits / temperature).sigmoid()
+        probs = ((_log(before) - _log(1 - before)) / temperature).sigmoid()
         entropies = _binary_entropy(before), _binary_entropy(probs)
         return {"probs": probs, "aleatoric": _rescaled(averages["aleatoric"], *entropies)}
 
@@ -292,13 +276,9 @@ class Multilabel(Likelihood):
         probs = torch.where(target == 1, averages["probs"], 1 - averages["probs"])
         return -_log(probs).flatten(1).mean(1)
 
-    def predictive(
-        self, outputs: Tensor, temperature: float = 1.0, pooling: str = "probabilities"
-    ) -> Tensor:
-        """Log of the pooled probability of yes."""
-        yes, no = (
-            _pooled_logs(functional.logsigmoid(sign * outputs.float()), pooling) for sign in (1, -1)
-        )
+    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log of the mean probability of yes, tempered."""
+        yes, no = (_log_mean(functional.logsigmoid(sign * outputs.float())) for sign in (1, -1))
         return functional.logsigmoid((yes - no) / temperature)
 
 
@@ -364,8 +344,8 @@ class Regression(Likelihood):
         mean, log_variance = output.float().unbind(1)
         return _gaussian_nll(mean, log_variance.exp(), target)
 
-    def statistics(self, outputs: Tensor, pooling: str = "probabilities") -> Averages:  # noqa: ARG002
-        """Each draw's mean, its square and its noise variance; there is one way to pool them.
+    def statistics(self, outputs: Tensor) -> Averages:
+        """Each draw's mean, its square and its noise variance.
 
         In double precision: the variance between draws is a difference of large numbers.
         """
@@ -381,12 +361,7 @@ class Regression(Likelihood):
         epistemic = (averages["square"] - averages["mean"].square()).clamp_min(0)
         return _gaussian_nll(averages["mean"], averages["aleatoric"] + epistemic, target)
 
-    def predictive(
-        self,
-        outputs: Tensor,
-        temperature: float = 1.0,  # noqa: ARG002
-        pooling: str = "probabilities",  # noqa: ARG002
-    ) -> Tensor:
+    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:  # noqa: ARG002
         """The mean."""
         return outputs[:, :, 0].mean(0)
 
@@ -440,10 +415,8 @@ def find_tensor(output: Any) -> Tensor:
     )
 
 
-def _pooled_logs(log_probs: Tensor, pooling: str) -> Tensor:
-    """Logarithms of what draws `[S, ...]` say together, up to a constant."""
-    if pooling == "logits":
-        return log_probs.mean(0)
+def _log_mean(log_probs: Tensor) -> Tensor:
+    """Logarithms of the draws' mean probabilities."""
     return torch.logsumexp(log_probs, dim=0) - math.log(len(log_probs))
 
 

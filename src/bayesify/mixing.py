@@ -77,7 +77,7 @@ def fit_mixture(
         found = search.finish(
             mirror=worth_trying(mirror, augment, shares_trunk=model.runner.shares_trunk)
         )
-        found.set(model)
+        model.temperature = found.temperature
         tempered = nll = found.nll
     else:
         nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))
@@ -91,7 +91,6 @@ def fit_mixture(
         groups=None,
         history=[],
         temperature=model.temperature,
-        pooling=model.pooling,
         tempered_nll=tempered,
         mirrored=model.mirrored,
         parts=tuple(results),

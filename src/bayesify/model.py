@@ -16,7 +16,7 @@ from bayesify.choice import Choice
 from bayesify.errors import DataError, SettingError, WrongNetworkError
 from bayesify.files import fingerprint
 from bayesify.fit_result import FitResult
-from bayesify.likelihood import POOLINGS, Averages, Likelihood, Regression, as_likelihood
+from bayesify.likelihood import Averages, Likelihood, Regression, as_likelihood
 from bayesify.methods import Method, Mixture
 from bayesify.mirror import MIRROR, add_mirror, mirrored
 from bayesify.outliers import Normalisation, Outliers
@@ -146,7 +146,6 @@ class BayesianModel(nn.Module):
         if isinstance(likelihood, Regression):
             likelihood.to(next(network.parameters()))
         self.temperature = 1.0
-        self._pooling = "probabilities"
         self._mirrored = False
         self.choice: Choice | None = None
         self._shares_trunk = shares_trunk
@@ -165,20 +164,6 @@ class BayesianModel(nn.Module):
         if not 0 <= value < float("inf"):
             raise SettingError(f"noise={value!r} must be a finite number, 0 or more.")
         self.posterior.noise = float(value)
-
-    @property
-    def pooling(self) -> str:
-        """What of the draws is averaged, "probabilities" or "logits": see `bayesify.likelihood`.
-
-        `fit` and `calibrate` choose by held-out likelihood.
-        """
-        return self._pooling
-
-    @pooling.setter
-    def pooling(self, value: str) -> None:
-        if value not in POOLINGS:
-            raise SettingError(f"pooling={value!r} must be one of {', '.join(POOLINGS)}.")
-        self._pooling = value
 
     @property
     def mirrored(self) -> bool:
@@ -231,12 +216,11 @@ class BayesianModel(nn.Module):
         return self._fingerprint
 
     def extra_repr(self) -> str:
-        """Method, noise, temperature and pooling."""
+        """Method, noise and temperature."""
         network = type(self.network).__name__
         return (
             f"{network}, {len(self.sites)} random tensors, {self.method}, noise={self.noise:g}, "
-            f"temperature={self.temperature:g}, pooling={self.pooling!r}"
-            f"{', mirrored' if self.mirrored else ''}"
+            f"temperature={self.temperature:g}{', mirrored' if self.mirrored else ''}"
         )
 
     # What it does
@@ -246,7 +230,7 @@ class BayesianModel(nn.Module):
         self._require_unchanged()
         inputs = as_inputs(x).to(self.device)
         outputs = torch.cat(list(self.outputs(inputs, draws=draws, seed=seed)))
-        return self.likelihood.predictive(outputs, self.temperature, self.pooling)
+        return self.likelihood.predictive(outputs, self.temperature)
 
     def fit(
         self,
@@ -368,7 +352,7 @@ class BayesianModel(nn.Module):
             seed: Seed of the draws.
         """
         chosen = Search(self, loader, self._draws(draws), seed).run()
-        chosen.set(self)
+        self.noise, self.temperature = chosen.noise, chosen.temperature
         return chosen
 
     def predict(
@@ -575,7 +559,7 @@ class BayesianModel(nn.Module):
         )
         other.load_state_dict(self.state_dict())
         other.noise, other.temperature = self.noise, self.temperature
-        other.pooling, other.mirrored = self.pooling, self.mirrored
+        other.mirrored = self.mirrored
         other.strategy, other._fingerprint = self.strategy, self._fingerprint
         other.choice = self.choice
         return other
@@ -613,7 +597,7 @@ class BayesianModel(nn.Module):
         count = 0
         for output in outputs:
             count += len(output)
-            statistics = self.likelihood.statistics(output, self.pooling)
+            statistics = self.likelihood.statistics(output)
             for name, value in statistics.items():
                 total = value.sum(0)
                 sums[name] = sums[name] + total if name in sums else total

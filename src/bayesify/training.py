@@ -47,7 +47,6 @@ class _Progress:
     untrained_nll: float = math.inf
     best_noise: float = 0.0
     best_temperature: float = 1.0
-    best_pooling: str = "probabilities"
     solved: bool = False
     # Peaks of the optimizer's groups, which may follow from the weights that a fit begins with.
     rates: list[float] = field(default_factory=list)
@@ -128,11 +127,7 @@ class Fit:
         model = self.model
         home, self.noise = model.device, model.noise
         self.best = self._snapshot()
-        self.at = _Progress(
-            best_noise=model.noise,
-            best_temperature=model.temperature,
-            best_pooling=model.pooling,
-        )
+        self.at = _Progress(best_noise=model.noise, best_temperature=model.temperature)
         model.to(self.processes.device if home.type == "cpu" else home)
         try:
             with kept_heap():
@@ -162,7 +157,6 @@ class Fit:
             self.tempered_nll,
             self.cached,
             mirrored=model.mirrored,
-            pooling=model.pooling,
         )
 
     def _train(self) -> None:
@@ -258,13 +252,13 @@ class Fit:
         at.solved = True
 
     def _choose_temperature(self) -> None:
-        """The pooling and temperature that held-out data ask for, of the state that is kept."""
+        """The temperature that held-out data asks for, of the state that is kept."""
         self._restore_best()
         search = Search(self.model, self.held.batches, self.method.draws, key("judge", self.seed))
         shares_trunk = self.model.runner.shares_trunk
         mirror = worth_trying(self.mirror, self.augment, shares_trunk=shares_trunk)
         found = search.finish(mirror=mirror)
-        self.at.best_temperature, self.at.best_pooling = found.temperature, found.pooling
+        self.at.best_temperature = found.temperature
         self.tempered_nll = found.nll
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:
@@ -414,7 +408,6 @@ class Fit:
             at.best, at.nll = score, nll
             at.kept = f"step {at.step}" if at.step else "solved"
             at.best_noise, at.best_temperature = self.model.noise, self.model.temperature
-            at.best_pooling = self.model.pooling
             self.best = self._snapshot()
         self._save()
 
@@ -445,7 +438,6 @@ class Fit:
                 value.copy_(self.best[name])
         self.model.zero_grad()
         self.model.noise, self.model.temperature = self.at.best_noise, self.at.best_temperature
-        self.model.pooling = self.at.best_pooling
 
     def _save(self) -> None:
         if self.checkpoint is not None and self.processes.is_main_process:

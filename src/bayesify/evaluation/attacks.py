@@ -223,8 +223,7 @@ class _Loss:
         x = _leaf(x.to(self.bnn.device))
         # With one position an example, p is the example's: -log mean p needs one pass.
         alone = isinstance(self.bnn.likelihood, Classification) and target.ndim == 1
-        averaged = self.bnn.temperature == 1 and self.bnn.pooling == "probabilities"
-        one_pass = averaged and (alone or self.count == 1)
+        one_pass = self.bnn.temperature == 1 and (alone or self.count == 1)
         slope = self._in_one_pass(x, target) if one_pass else self._in_two_passes(x, target)
         if torch.isnan(slope).any():
             raise NonFiniteError(
@@ -258,11 +257,11 @@ class _Loss:
         The averages come from a first pass without graphs, so that the NLL's slope in them is known
         when the second goes through the draws. Exact for every likelihood.
         """
-        likelihood, pooling = self.bnn.likelihood, self.bnn.pooling
+        likelihood = self.bnn.likelihood
         averages: Averages = {}
         with torch.no_grad():
             for outputs in self._outputs(x):
-                for name, value in likelihood.statistics(outputs, pooling).items():
+                for name, value in likelihood.statistics(outputs).items():
                     averages[name] = averages.get(name, 0) + value.sum(0) / self.count
         leaves = {name: _leaf(value) for name, value in averages.items()}
         nll = likelihood.nll(self.bnn.pool(leaves), target).sum()
@@ -272,7 +271,7 @@ class _Loss:
         }
         total = torch.zeros_like(x)
         for outputs in self._outputs(x):
-            statistics = likelihood.statistics(outputs, pooling)
+            statistics = likelihood.statistics(outputs)
             parts = [(slope * statistics[name]).sum() for name, slope in used.items()]
             total += grad(torch.stack(parts).sum() / self.count, x)[0]
         return total
