@@ -32,7 +32,7 @@ from bayesify.validation import HeldOut
 from bayesify.zoo import load_model
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = {"likeliest together": "nll", "noise first": "untempered"}  # what each goes by
+WAYS = {"likeliest together": "nll", "noise first": "untempered_nll"}  # what each goes by
 
 
 def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
             },
         }
     together, first = trials.values()
-    return {"ways": found, "chosen": list(WAYS)[as_likely(first, together)]}
+    return {"ways": found, "chosen": list(WAYS)[as_likely(first.losses, together.losses)]}
 
 
 def table(results: dict[str, Any]) -> str:

@@ -163,36 +163,36 @@ def test_noise_explains_what_it_can_unless_less_is_clearly_likelier(
         torch.manual_seed(round(1e6 * noise))
         scatter = torch.randn(100)
         losses = steepness * away(0.1) + scatter - scatter.mean()
-        return Trial(noise, 1.5, losses, untempered=away(0.4))
+        return Trial(noise, 1.5, losses, untempered=torch.full((100,), away(0.4)))
 
     monkeypatch.setattr(Search, "_try", tried)
     chosen = bayesify.convert(trained, ABNN(noise=0.2)).calibrate(validation)
     assert chosen.noise == pytest.approx(noise, rel=1e-3)
 
 
-@pytest.mark.parametrize(("steepness", "noise"), [(1e-3, 0.2), (1e2, 0.1)])
-def test_mirrored_draws_keep_their_noise_unless_another_is_clearly_likelier(
+@pytest.mark.parametrize(("scatter", "noise"), [(1e-3, 0.1), (7.0, 0.2), (20.0, 0.4)])
+def test_mirrored_draws_get_less_noise_while_that_is_clearly_likelier(
     trained: nn.Module,
     validation: DataLoader,
     monkeypatch: pytest.MonkeyPatch,
-    steepness: float,
+    scatter: float,
     noise: float,
 ) -> None:
-    """Noise 0.05 is likeliest without a temperature, and noise 0.1 with one."""
+    """Noise 0.1 is likeliest without a temperature, but the nearer to it, the less 100 can tell."""
 
     def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
-        def away(lowest: float) -> float:
-            return math.log(noise / lowest) ** 2 if noise else 100.0
-
-        torch.manual_seed(round(1e6 * noise))
-        scatter = torch.randn(100)
-        losses = steepness * away(0.1) + scatter - scatter.mean()
-        return Trial(noise, 1.5, losses, untempered=away(0.05))
+        search.model.noise = noise
+        loss = math.log(noise / 0.1) ** 2 if noise else 100.0
+        example = torch.randn(100, generator=torch.Generator().manual_seed(0))
+        losses = loss + scatter * math.log(noise or 1.0) * (example - example.mean())
+        return Trial(noise, 1.0, torch.zeros(100) - float(search.model.mirrored), losses)
 
     monkeypatch.setattr(Search, "_try", tried)
-    bnn = bayesify.convert(trained, ABNN(noise=0.2))
-    bnn.mirrored = True
-    assert bnn.calibrate(validation).noise == pytest.approx(noise, rel=1e-3)
+    bnn = bayesify.convert(trained, ABNN(noise=0.4))
+    chosen = Search(bnn, validation, 24, 0).finish(mirror=True)
+    assert bnn.mirrored
+    assert chosen.noise == pytest.approx(noise, rel=1e-3)
+    assert bnn.noise == 0.4  # to be set by whoever asked
 
 
 def test_a_fit_ends_with_the_temperature_of_the_average() -> None:

@@ -52,18 +52,23 @@ class Trial:
         noise: The noise.
         temperature: The best one for it.
         losses: Each example's NLL at that temperature.
-        untempered: Mean NLL at the temperature that the noise is chosen by.
+        untempered: Each example's NLL at the temperature that the noise is chosen by.
     """
 
     noise: float
     temperature: float
     losses: Tensor
-    untempered: float
+    untempered: Tensor
 
     @property
     def nll(self) -> float:
-        """Their mean."""
+        """The mean of the losses."""
         return self.losses.mean().item()
+
+    @property
+    def untempered_nll(self) -> float:
+        """The mean of those without a temperature."""
+        return self.untempered.mean().item()
 
 
 class Search:
@@ -77,9 +82,7 @@ class Search:
     of everything alike, noise of what it knows least: so the noise explains what it can, and the
     temperature what is left. That is the noise which is likeliest at temperature 1 (or at a lower
     one that the network itself asks for), or, if another with a temperature of its own is likelier
-    by more than a standard error, that one. Mirrored images bring doubt of their own, so that the
-    noise which is likeliest without a temperature would be too little: where draws are mirrored,
-    the noise that they have stays, unless another is likelier in that way.
+    by more than a standard error, that one.
     """
 
     def __init__(
@@ -108,14 +111,23 @@ class Search:
         return self._found(best)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with, at the noise that it has: the temperature.
+        """What a fit ends with: a temperature and, if the model is better mirrored, less noise.
+
+        Mirrored images bring doubt of their own, so that the noise which training was with may be
+        more than enough: it falls as long as that is clearly likelier, without a temperature.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
         """
-        if mirror:
-            self.model.mirrored = self._better_mirrored()
-        return self._found(self._try(self.model.noise, everything=True))
+        before = self.model.noise
+        try:
+            trial = self._mirrored() if mirror and before > 0 else None
+            if mirror:
+                self.model.mirrored = trial is not None
+            noise = before if trial is None else self._less_noise(trial).noise
+            return self._found(self._try(noise, everything=True))
+        finally:
+            self.model.noise = before
 
     def _found(self, best: Trial) -> Calibration:
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
@@ -127,34 +139,40 @@ class Search:
         return quiet
 
     @torch.no_grad()
-    def _better_mirrored(self) -> bool:
-        """Whether mirrored draws are likelier.
+    def _mirrored(self) -> Trial | None:
+        """What mirrored draws come to; None if they are no likelier, or have no place here.
 
-        They have no place where outputs would have to be moved back, and where draws are all alike.
+        That is where outputs would have to be moved back, and where draws are all alike.
         """
         inputs, target = self.batches[0]
         output, _ = self._outputs(inputs[:1], target[:1], self.model.method.components)
-        if output.ndim > 3 or self.model.noise == 0 or not self.model.posterior.varies():
-            return False
-        before, trials = self.model.mirrored, []
+        if output.ndim > 3 or not self.model.posterior.varies():
+            return None
+        noise, before, trials = self.model.noise, self.model.mirrored, []
         try:
             for self.model.mirrored in (False, True):
-                trials.append(self._try(self.model.noise))
+                trials.append(self._try(noise))
         finally:
             self.model.mirrored = before
-        return trials[1].nll < trials[0].nll
+        return trials[1] if trials[1].nll < trials[0].nll else None
+
+    def _less_noise(self, best: Trial) -> Trial:
+        """Noise below which none is likelier by more than two standard errors, step by step."""
+        for _ in range(FARTHEST):
+            less = self._try(best.noise / math.sqrt(2))
+            if as_likely(best.untempered, less.untempered, errors=2.0):
+                break
+            best = less
+        return best
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
-        """The noise that is preferred, unless another is clearly likelier."""
+        """The noise that is likeliest without a temperature, unless another is with one."""
         walked: dict[float, Trial] = {}
-        likeliest = self._walk(start, walked, attrgetter("nll"))
-        preferred = (
-            walked[0]
-            if self.model.mirrored
-            else self._walk(start, walked, attrgetter("untempered"))
+        likeliest, most = (
+            self._walk(start, walked, attrgetter(measure)) for measure in ("nll", "untempered_nll")
         )
-        good = as_likely(preferred, likeliest) and preferred.nll < quiet.nll
-        return preferred if good else likeliest
+        good = as_likely(most.losses, likeliest.losses) and most.nll < quiet.nll
+        return most if good else likeliest
 
     def _walk(
         self, start: float, trials: dict[float, Trial], measure: Callable[[Trial], float]
@@ -204,7 +222,7 @@ class Search:
         losses, untempered = (
             losses_at(self.model.likelihood, *seen, each) for each in (temperature, self.usual)
         )
-        return Trial(noise, temperature, losses, untempered.mean().item())
+        return Trial(noise, temperature, losses, untempered)
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -253,9 +271,9 @@ def losses_at(
     return likelihood.nll(likelihood.pool(averages, temperature), target)
 
 
-def as_likely(trial: Trial, other: Trial, errors: float = 1.0) -> bool:
-    """Whether it is worse than another by no more than some standard errors of the difference."""
-    above = (trial.losses - other.losses).double()
+def as_likely(losses: Tensor, others: Tensor, errors: float = 1.0) -> bool:
+    """Whether some are above others by no more than some standard errors of the difference."""
+    above = (losses - others).double()
     above = above.view(len(above), -1).mean(1)
     error = above.std().item() / math.sqrt(len(above)) if len(above) > 1 else 0.0
     return above.mean().item() <= errors * error
