@@ -157,10 +157,10 @@ def test_cost_is_operations_behind_the_first_random_layer() -> None:
     assert [each.cost for each in choice.candidates] == pytest.approx([late / whole, 1.0], rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore::bayesify.BayesifyWarning")
 def test_candidates_are_whole_layers(trained: nn.Module, validation: DataLoader) -> None:
     """A layer's weight costs no more than its bias alone."""
-    with pytest.warns(BayesifyWarning):
-        bnn = bayesify.convert(trained, BayesAdapter(draws=4), where="auto", validation=validation)
+    bnn = bayesify.convert(trained, BayesAdapter(draws=4), where="auto", validation=validation)
     assert bnn.choice.order[-2:] == ("8.weight", "8.bias")
     assert [candidate.where for candidate in bnn.choice.candidates] == [2, 4, 8]
 

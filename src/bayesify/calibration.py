@@ -111,10 +111,10 @@ class Search:
         return self._found(best)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with: a temperature and, if the model is better mirrored, less noise.
+        """What a fit ends with: a temperature and, if the model is better mirrored, other noise.
 
         Mirrored images bring doubt of their own, so that the noise which training was with may be
-        more than enough: it falls as long as that is clearly likelier, without a temperature.
+        more than enough: it is that which is likeliest without a temperature.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
@@ -124,7 +124,9 @@ class Search:
             trial = self._mirrored() if mirror and before > 0 else None
             if mirror:
                 self.model.mirrored = trial is not None
-            noise = before if trial is None else self._less_noise(trial).noise
+            noise = before
+            if trial is not None:
+                noise = self._walk(before, {0: trial}, attrgetter("untempered_nll")).noise
             return self._found(self._try(noise, everything=True))
         finally:
             self.model.noise = before
@@ -155,15 +157,6 @@ class Search:
         finally:
             self.model.mirrored = before
         return trials[1] if trials[1].nll < trials[0].nll else None
-
-    def _less_noise(self, best: Trial) -> Trial:
-        """Noise below which none is likelier by more than two standard errors, step by step."""
-        for _ in range(FARTHEST):
-            less = self._try(best.noise / math.sqrt(2))
-            if as_likely(best.untempered, less.untempered, errors=2.0):
-                break
-            best = less
-        return best
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is likeliest without a temperature, unless another is with one."""
@@ -271,9 +264,9 @@ def losses_at(
     return likelihood.nll(likelihood.pool(averages, temperature), target)
 
 
-def as_likely(losses: Tensor, others: Tensor, errors: float = 1.0) -> bool:
-    """Whether some are above others by no more than some standard errors of the difference."""
+def as_likely(losses: Tensor, others: Tensor) -> bool:
+    """Whether some are above others by no more than a standard error of the difference."""
     above = (losses - others).double()
     above = above.view(len(above), -1).mean(1)
     error = above.std().item() / math.sqrt(len(above)) if len(above) > 1 else 0.0
-    return above.mean().item() <= errors * error
+    return above.mean().item() <= error
