@@ -170,6 +170,31 @@ def test_noise_explains_what_it_can_unless_less_is_clearly_likelier(
     assert chosen.noise == pytest.approx(noise, rel=1e-3)
 
 
+@pytest.mark.parametrize(("steepness", "noise"), [(0.2, 0.2), (1e2, 0.1)])
+def test_mirrored_draws_keep_their_noise_unless_another_is_clearly_likelier(
+    trained: nn.Module,
+    validation: DataLoader,
+    monkeypatch: pytest.MonkeyPatch,
+    steepness: float,
+    noise: float,
+) -> None:
+    """Noise 0.05 is likeliest without a temperature, and noise 0.1 with one."""
+
+    def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
+        def away(lowest: float) -> float:
+            return math.log(noise / lowest) ** 2 if noise else 100.0
+
+        torch.manual_seed(round(1e6 * noise))
+        scatter = torch.randn(100)
+        losses = steepness * away(0.1) + scatter - scatter.mean()
+        return Trial(noise, 1.5, losses, untempered=torch.full((100,), away(0.05)))
+
+    monkeypatch.setattr(Search, "_try", tried)
+    bnn = bayesify.convert(trained, ABNN(noise=0.2))
+    bnn.mirrored = True
+    assert bnn.calibrate(validation).noise == pytest.approx(noise, rel=1e-3)
+
+
 def test_mirrored_draws_get_the_noise_that_is_likeliest_without_a_temperature(
     trained: nn.Module, validation: DataLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,10 @@ class Search:
     temperature what is left. That is the noise which is likeliest at temperature 1 (or at a lower
     one that the network itself asks for), or, if another with a temperature of its own is likelier
     by more than a standard error, that one.
+
+    Mirrored images bring doubt of their own, which may be all that is asked for at temperature 1:
+    there the noise that draws have stays, unless another is likelier by more than two standard
+    errors. A walk along what is flat would end anywhere.
     """
 
     def __init__(
@@ -159,13 +163,15 @@ class Search:
         return trials[1] if trials[1].nll < trials[0].nll else None
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
-        """The noise that is likeliest without a temperature, unless another is with one."""
+        """The noise that is preferred, unless another is clearly likelier."""
         walked: dict[float, Trial] = {}
-        likeliest, most = (
-            self._walk(start, walked, attrgetter(measure)) for measure in ("nll", "untempered_nll")
-        )
-        good = as_likely(most.losses, likeliest.losses) and most.nll < quiet.nll
-        return most if good else likeliest
+        likeliest = self._walk(start, walked, attrgetter("nll"))
+        if self.model.mirrored:
+            preferred, errors = walked[0], 2.0
+        else:
+            preferred, errors = self._walk(start, walked, attrgetter("untempered_nll")), 1.0
+        good = as_likely(preferred.losses, likeliest.losses, errors) and preferred.nll < quiet.nll
+        return preferred if good else likeliest
 
     def _walk(
         self, start: float, trials: dict[float, Trial], measure: Callable[[Trial], float]
@@ -264,9 +270,9 @@ def losses_at(
     return likelihood.nll(likelihood.pool(averages, temperature), target)
 
 
-def as_likely(losses: Tensor, others: Tensor) -> bool:
-    """Whether some are above others by no more than a standard error of the difference."""
+def as_likely(losses: Tensor, others: Tensor, errors: float = 1.0) -> bool:
+    """Whether some are above others by no more than some standard errors of the difference."""
     above = (losses - others).double()
     above = above.view(len(above), -1).mean(1)
     error = above.std().item() / math.sqrt(len(above)) if len(above) > 1 else 0.0
-    return above.mean().item() <= error
+    return above.mean().item() <= errors * error
