@@ -115,10 +115,12 @@ class Search:
         return self._found(best)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with: a temperature and, if the model is better mirrored, other noise.
+        """What a fit ends with: a temperature and, if the model is better mirrored, less noise.
 
         Mirrored images bring doubt of their own, so that the noise which training was with may be
-        more than enough: it is that which is likeliest without a temperature.
+        more than enough: it falls as long as that is clearly likelier, without a temperature.
+        Where it is hardly likelier, draws without noise would no longer say what the network does
+        not know.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
@@ -128,9 +130,7 @@ class Search:
             trial = self._mirrored() if mirror and before > 0 else None
             if mirror:
                 self.model.mirrored = trial is not None
-            noise = before
-            if trial is not None:
-                noise = self._walk(before, {0: trial}, attrgetter("untempered_nll")).noise
+            noise = before if trial is None else self._less_noise(trial).noise
             return self._found(self._try(noise, everything=True))
         finally:
             self.model.noise = before
@@ -161,6 +161,15 @@ class Search:
         finally:
             self.model.mirrored = before
         return trials[1] if trials[1].nll < trials[0].nll else None
+
+    def _less_noise(self, best: Trial) -> Trial:
+        """Noise below which none is likelier by more than a standard error, step by step."""
+        for _ in range(FARTHEST):
+            less = self._try(best.noise / math.sqrt(2))
+            if as_likely(best.untempered, less.untempered):
+                break
+            best = less
+        return best
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is preferred, unless another is clearly likelier."""
