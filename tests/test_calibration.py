@@ -195,31 +195,6 @@ def test_mirrored_draws_keep_their_noise_unless_another_is_clearly_likelier(
     assert bnn.calibrate(validation).noise == pytest.approx(noise, rel=1e-3)
 
 
-@pytest.mark.parametrize(("scatter", "noise"), [(1e-3, 0.1), (14.0, 0.2), (40.0, 0.4)])
-def test_mirrored_draws_get_less_noise_while_that_is_clearly_likelier(
-    trained: nn.Module,
-    validation: DataLoader,
-    monkeypatch: pytest.MonkeyPatch,
-    scatter: float,
-    noise: float,
-) -> None:
-    """Noise 0.1 is likeliest without a temperature, but the nearer to it, the less 100 can tell."""
-
-    def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
-        search.model.noise = noise
-        loss = math.log(noise / 0.1) ** 2
-        example = torch.randn(100, generator=torch.Generator().manual_seed(0))
-        losses = loss + scatter * math.log(noise) * (example - example.mean())
-        return Trial(noise, 1.0, torch.zeros(100) - float(search.model.mirrored), losses)
-
-    monkeypatch.setattr(Search, "_try", tried)
-    bnn = bayesify.convert(trained, ABNN(noise=0.4))
-    chosen = Search(bnn, validation, 24, 0).finish(mirror=True)
-    assert bnn.mirrored
-    assert chosen.noise == pytest.approx(noise, rel=1e-3)
-    assert bnn.noise == 0.4  # to be set by whoever asked
-
-
 def test_a_fit_ends_with_the_temperature_of_the_average() -> None:
     """Labels drawn from the average of draws, sharpened."""
     torch.manual_seed(0)

@@ -115,25 +115,14 @@ class Search:
         return self._found(best)
 
     def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with: a temperature and, if the model is better mirrored, less noise.
-
-        Mirrored images bring doubt of their own, so that the noise which training was with may be
-        more than enough: it falls as long as that is clearly likelier, without a temperature.
-        Where it is hardly likelier, draws without noise would no longer say what the network does
-        not know.
+        """What a fit ends with: a temperature, at the noise that training was with.
 
         Args:
             mirror: Whether to find out if draws should be mirrored, and leave the model so.
         """
-        before = self.model.noise
-        try:
-            trial = self._mirrored() if mirror and before > 0 else None
-            if mirror:
-                self.model.mirrored = trial is not None
-            noise = before if trial is None else self._less_noise(trial).noise
-            return self._found(self._try(noise, everything=True))
-        finally:
-            self.model.noise = before
+        if mirror:
+            self.model.mirrored = self._better_mirrored()
+        return self._found(self._try(self.model.noise, everything=True))
 
     def _found(self, best: Trial) -> Calibration:
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
@@ -145,31 +134,22 @@ class Search:
         return quiet
 
     @torch.no_grad()
-    def _mirrored(self) -> Trial | None:
-        """What mirrored draws come to; None if they are no likelier, or have no place here.
+    def _better_mirrored(self) -> bool:
+        """Whether mirrored draws are likelier.
 
-        That is where outputs would have to be moved back, and where draws are all alike.
+        They have no place where outputs would have to be moved back, and where draws are all alike.
         """
         inputs, target = self.batches[0]
         output, _ = self._outputs(inputs[:1], target[:1], self.model.method.components)
-        if output.ndim > 3 or not self.model.posterior.varies():
-            return None
-        noise, before, trials = self.model.noise, self.model.mirrored, []
+        if output.ndim > 3 or self.model.noise == 0 or not self.model.posterior.varies():
+            return False
+        before, nlls = self.model.mirrored, []
         try:
             for self.model.mirrored in (False, True):
-                trials.append(self._try(noise))
+                nlls.append(self._try(self.model.noise).nll)
         finally:
             self.model.mirrored = before
-        return trials[1] if trials[1].nll < trials[0].nll else None
-
-    def _less_noise(self, best: Trial) -> Trial:
-        """Noise below which none is likelier by more than a standard error, step by step."""
-        for _ in range(FARTHEST):
-            less = self._try(best.noise / math.sqrt(2))
-            if as_likely(best.untempered, less.untempered):
-                break
-            best = less
-        return best
+        return nlls[1] < nlls[0]
 
     def _noisy(self, start: float, quiet: Trial) -> Trial:
         """The noise that is preferred, unless another is clearly likelier."""

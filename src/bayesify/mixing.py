@@ -77,7 +77,7 @@ def fit_mixture(
         found = search.finish(
             mirror=worth_trying(mirror, augment, shares_trunk=model.runner.shares_trunk)
         )
-        model.noise, model.temperature = found.noise, found.temperature
+        model.temperature = found.temperature
         tempered = nll = found.nll
     else:
         nll, _ = model.judge(held.batches, draws=method.draws, seed=key("judge", seed))

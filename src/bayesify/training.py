@@ -258,7 +258,7 @@ class Fit:
         shares_trunk = self.model.runner.shares_trunk
         mirror = worth_trying(self.mirror, self.augment, shares_trunk=shares_trunk)
         found = search.finish(mirror=mirror)
-        self.at.best_noise, self.at.best_temperature = found.noise, found.temperature
+        self.at.best_temperature = found.temperature
         self.tempered_nll = found.nll
 
     def _one_pass(self) -> Iterator[tuple[Inputs, Any]]:
