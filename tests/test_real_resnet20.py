@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import bayesify
 from bayesify import ABNN
 from bayesify.batches import as_inputs
-from bayesify.calibration import best_temperature
+from bayesify.calibration import averaged, best_temperature
 from bayesify.cli import app
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.zoo import load_model
@@ -70,7 +70,8 @@ def test_calibration_alone_beats_the_network(resnet20: nn.Module) -> None:
     x, y = next(iter(loader("cifar10:test[:500]", 500)))
     with torch.no_grad():
         outputs = torch.cat(list(network.outputs(as_inputs(x))))
-        _, scaled = best_temperature(network.likelihood, outputs, y)
+        averages = averaged(network.likelihood, outputs)
+        _, scaled = best_temperature(network.likelihood, averages, y)
     bnn = bayesify.convert(resnet20, ABNN(draws=12))
     chosen = bnn.calibrate(loader("cifar10:test[:500]"))
     assert chosen.noise > 0
