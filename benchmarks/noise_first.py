@@ -32,7 +32,7 @@ from bayesify.validation import HeldOut
 from bayesify.zoo import load_model
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = {"likeliest together": "nll", "noise first": "untempered_nll"}  # what each goes by
+WAYS = {"likeliest together": "nll", "noise first": "untempered"}  # what each goes by
 
 
 def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:

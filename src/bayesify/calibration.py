@@ -52,23 +52,18 @@ class Trial:
         noise: The noise.
         temperature: The best one for it.
         losses: Each example's NLL at that temperature.
-        untempered: Each example's NLL at the temperature that the noise is chosen by.
+        untempered: Mean NLL at the temperature that the noise is chosen by.
     """
 
     noise: float
     temperature: float
     losses: Tensor
-    untempered: Tensor
+    untempered: float
 
     @property
     def nll(self) -> float:
         """The mean of the losses."""
         return self.losses.mean().item()
-
-    @property
-    def untempered_nll(self) -> float:
-        """The mean of those without a temperature."""
-        return self.untempered.mean().item()
 
 
 class Search:
@@ -158,7 +153,7 @@ class Search:
         if self.model.mirrored:
             preferred, errors = walked[0], 2.0
         else:
-            preferred, errors = self._walk(start, walked, attrgetter("untempered_nll")), 1.0
+            preferred, errors = self._walk(start, walked, attrgetter("untempered")), 1.0
         good = as_likely(preferred.losses, likeliest.losses, errors) and preferred.nll < quiet.nll
         return preferred if good else likeliest
 
@@ -210,7 +205,7 @@ class Search:
         losses, untempered = (
             losses_at(self.model.likelihood, *seen, each) for each in (temperature, self.usual)
         )
-        return Trial(noise, temperature, losses, untempered)
+        return Trial(noise, temperature, losses, untempered.mean().item())
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
