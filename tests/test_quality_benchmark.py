@@ -8,9 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import bayesify
+from bayesify import ABNN
 from benchmarks.quality import __main__ as command
-from benchmarks.quality import bars, extras, labels, markdown, measures, plots, tables, units
+from benchmarks.quality import (
+    bars,
+    extras,
+    headline,
+    labels,
+    markdown,
+    measures,
+    plots,
+    tables,
+    units,
+)
 from benchmarks.quality.results import Results, write_json
 from benchmarks.quality.settings import ABLATIONS, FULL, METHODS, QUICK
 from benchmarks.quality.units import Unit
@@ -197,6 +210,33 @@ def test_measures_of_known_predictions() -> None:
     assert found["brier"] == pytest.approx((0.08 + 1.28) / 2)
     assert measures.entropy(probs)[2].item() == pytest.approx(np.log(2))
     assert measures.detection(probs[:2], {"other": probs[2:]})["other"]["auroc"] == 1
+
+
+@pytest.mark.parametrize("part", [slice(60), slice(1, 60, 2), slice(30, 60)])
+def test_kept_predictions_are_what_the_model_would_predict(
+    part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headline, "CACHE", tmp_path / "cache")
+    file = tmp_path / "some.npz"
+    x = np.random.default_rng(0).random((60, 3, 4, 4), np.float32)
+    np.savez(file, x=x, y=np.zeros(60, np.int64))
+    network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 5)).eval()
+    bnn = bayesify.convert(network, ABNN(noise=0.5))
+
+    def found() -> torch.Tensor:
+        return headline.predicted(bnn, ONE, QUICK, str(file), part)[0]
+
+    def wanted() -> torch.Tensor:
+        rows = labels.images(headline.rows(str(file), part))
+        return bnn.predict(rows, seed=ONE.seed).probs
+
+    headline.predicted(bnn, ONE, QUICK, str(file), slice(60))
+    bnn.temperature = 0.7
+    torch.testing.assert_close(found(), wanted())
+    assert bnn.temperature == 0.7
+    bnn.noise = 0.9  # nothing is kept of that
+    torch.testing.assert_close(found(), wanted())
+    assert len(list((tmp_path / "cache").iterdir())) == (2 if part == slice(60) else 1)
 
 
 # Tables

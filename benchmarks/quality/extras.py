@@ -111,5 +111,5 @@ def draw_counts(components: int) -> list[int]:
 def ablation(unit: Unit, size: Size) -> dict[str, Any]:
     """Fitted otherwise, measured as the headline is, on fewer images."""
     bnn, found = fitted(unit, size)
-    judged = judge(bnn, f"cifar10:test[:{size.few}]", f"[:{size.few}]", unit)
+    judged = judge(bnn, unit, size, slice(size.few), slice(size.few))
     return {"fit_seconds": found["fit_seconds"], "kept": found["kept"], **judged}
