@@ -333,7 +333,8 @@ def test_bars_hold_where_they_do() -> None:
     line = bars.bars("ResNet-20", rows, NETWORK).splitlines()[2]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [
-        "ABNN", "0.2 ✓", "0.01 ✗", "0.01 ✗", "0.93 ✓", "0.9 ✗", "24 ✓", "1 ✓", "1.1 ✓",
+        "ABNN", "0.2 ✓", "0.01 ✗", "0.01 ✗", "-", "0.93 ✓", "0.9 ✗", "24 ✓", "1 ✓",
+        "1.1 ✓",
         "0.2 ✓", "0.9 ✗", "✗",
     ]  # fmt: skip
 
