@@ -31,6 +31,7 @@ from benchmarks.quality.units import Unit, passes
 CACHE = Path(
     os.environ.get("BAYESIFY_BENCH_CACHE", Path.home() / ".cache" / "bayesify-bench" / "quality")
 )
+# Set where other work runs beside this: seconds would say nothing.
 UNTIMED = "BAYESIFY_BENCH_UNTIMED" in os.environ
 
 
@@ -128,7 +129,7 @@ def calibrated(unit: Unit, size: Size) -> dict[str, Any]:
     data = batches(test_data(rows("cifar10:test", halves[own]), unit.name))
     started = time.monotonic()
     bnn.calibrate(data, seed=unit.seed)
-    seconds = time.monotonic() - started
+    seconds = None if UNTIMED else time.monotonic() - started
     found = judge(bnn, unit, size, halves[1 - own], slice(own, size.other, 2))
     return {"calibrate_seconds": seconds, **found}
 
@@ -154,8 +155,8 @@ def judge(
 
 def predicted(
     bnn: BayesianModel, unit: Unit, size: Size, name: str, part: slice
-) -> tuple[Tensor, float]:
-    """Probabilities of some rows of a set, and milliseconds that each took.
+) -> tuple[Tensor, float | None]:
+    """Probabilities of some rows of a set, and milliseconds that each took, if that was timed.
 
     What draws say of all rows is kept as it is before the temperature, which is all that
     `calibrate` changes as a rule: then nothing has to run again.
@@ -166,7 +167,7 @@ def predicted(
     file = _folder(unit, about + state).with_suffix(".safetensors")
     if file.exists():
         averages = load_file(file)
-        spent = averages.pop("milliseconds").item()
+        spent = averages.pop("milliseconds").item() or None
         averages = {key: value[part] for key, value in averages.items()}
     else:
         x, temperature = images(rows(name, part)), bnn.temperature
@@ -176,10 +177,10 @@ def predicted(
             averages = bnn.predict(batches(x), seed=unit.seed).averages
         finally:
             bnn.temperature = temperature
-        spent = 1000 * (time.monotonic() - started) / len(x)
+        spent = None if UNTIMED else 1000 * (time.monotonic() - started) / len(x)
         if part == everything:
             CACHE.mkdir(parents=True, exist_ok=True)
-            save_file({**averages, "milliseconds": torch.tensor(spent)}, file)
+            save_file({**averages, "milliseconds": torch.tensor(spent or 0.0)}, file)
     return bnn.pool(averages)["probs"], spent
 
 

@@ -165,14 +165,14 @@ def both_ways(halves: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means of all numbers, however deep."""
+    """Means of all numbers that every part has, however deep."""
     first = parts[0]
     return {
         key: average([part[key] for part in parts])
         if isinstance(value, dict)
         else statistics.fmean(part[key] for part in parts)
         for key, value in first.items()
-        if not isinstance(value, list)
+        if not isinstance(value, list) and all(part[key] is not None for part in parts)
     }
 
 
