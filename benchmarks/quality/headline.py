@@ -22,7 +22,7 @@ from bayesify import MAP, BayesianModel, Method, Mixture
 from bayesify.data import CIFAR10_NORMALISATION
 from bayesify.mixing import part_file, remove_checkpoint
 from bayesify.zoo import load_model
-from benchmarks.quality.labels import batches, images, test_data, training_batches
+from benchmarks.quality.labels import batches, images, test_data, test_labels, training_batches
 from benchmarks.quality.measures import detection, quality
 from benchmarks.quality.results import write_json
 from benchmarks.quality.settings import ABLATIONS, BATCH, FIT, METHODS, OTHERS, Size
@@ -138,7 +138,7 @@ def judge(
     bnn: BayesianModel, unit: Unit, size: Size, tested: slice, other: slice
 ) -> dict[str, Any]:
     """All measures on these test images, and on these of each other set."""
-    target = test_data(rows("cifar10:test", tested), unit.name).tensors[1]
+    target = test_labels(rows("cifar10:test", tested), unit.name)
     probs, milliseconds = predicted(bnn, unit, size, "cifar10:test", tested)
     others = {name: predicted(bnn, unit, size, name, other)[0] for name in OTHERS}
     return {
