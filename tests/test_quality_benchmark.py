@@ -12,6 +12,7 @@ from torch import nn
 
 import bayesify
 from bayesify import ABNN
+from bayesify.evaluation.calibration import bin_sums, gap
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import (
     bars,
@@ -212,6 +213,15 @@ def test_measures_of_known_predictions() -> None:
     assert measures.detection(probs[:2], {"other": probs[2:]})["other"]["auroc"] == 1
 
 
+def test_perfect_predictions_have_the_calibration_error_of_luck() -> None:
+    confidence = 0.5 + 0.5 * torch.rand(5000, generator=torch.Generator().manual_seed(0)).sqrt()
+    luck = torch.rand(200, 5000, generator=torch.Generator().manual_seed(1)) < confidence
+    sums = [bin_sums(confidence, right) for right in luck]
+    errors = torch.stack([gap(each) for each in sums])
+    expected = measures.perfect_ece(sums[0].tolist())
+    assert abs(errors.mean().item() - expected) < 4 * errors.std().item() / 200**0.5
+
+
 @pytest.mark.parametrize("part", [slice(60), slice(1, 60, 2), slice(30, 60)])
 def test_kept_predictions_are_what_the_model_would_predict(
     part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,8 +269,8 @@ def headline_records(method: str = "ABNN", nll: float = 0.2) -> tables.Records:
         fit = {"fit_seconds": 60.0, "megabytes": 1.5}
         found[Unit(NETWORK, method, seed, "fit")] = record(fit)
         found[Unit(NETWORK, method, seed, "train-only")] = record(judged(nll + more))
-        for half, gap in enumerate((-0.1, 0.1)):
-            calibrated = judged(nll + gap + more, calibrate_seconds=6.0)
+        for half, off in enumerate((-0.1, 0.1)):
+            calibrated = judged(nll + off + more, calibrate_seconds=6.0)
             found[Unit(NETWORK, method, seed, f"calibrated-{half}")] = record(calibrated)
     return found
 
@@ -308,6 +318,8 @@ def test_calibration_error_of_halves_is_pooled() -> None:
     half = {"nll": 0.1, "ood": {"svhn": {"auroc": 0.9}}, "predict_ms": None}
     gaps = ([[10.0], [8.0], [9.0]], [[10.0], [8.0], [7.0]])
     both = tables.both_ways([{**half, "bins": bins} for bins in gaps])
+    floor = both.pop("ece_perfect")
+    assert floor == pytest.approx(np.sqrt(2 / np.pi * 0.8 * 0.2 / 10))
     assert both == {"nll": 0.1, "ood": half["ood"], "ece_pooled": 0.0}
     assert "ece_pooled" not in tables.both_ways([half, half])
 

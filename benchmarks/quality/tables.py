@@ -13,7 +13,7 @@ import torch
 from bayesify.evaluation.metrics import aupr
 from benchmarks.quality.bars import bars
 from benchmarks.quality.markdown import Rows, fill, markdown
-from benchmarks.quality.measures import pooled_ece
+from benchmarks.quality.measures import perfect_ece, pooled_ece
 from benchmarks.quality.provenance import ROOT
 from benchmarks.quality.results import Results
 from benchmarks.quality.settings import ABLATIONS, METHODS, OTHERS, PEERS, TRANSFER, Size
@@ -30,7 +30,7 @@ MEASURES = {  # column: key, digits
     "Brier ↓": ("brier", 4),
     "AUROC, SVHN ↑": ("ood.svhn.auroc", 4),
 }
-POOLED = {"ECE, halves pooled ↓": ("ece_pooled", 4)}
+FLOORS = {"ECE if perfect": ("ece_perfect", 4), "ECE, halves pooled ↓": ("ece_pooled", 4)}
 DIGEST = {  # what README has
     **{name: MEASURES[name] for name in ("accuracy ↑", "NLL ↓", "ECE ↓", "AUROC, SVHN ↑")},
     "seeds": ("seeds", 0),
@@ -86,7 +86,7 @@ def tables(records: Records, others: Rows) -> dict[str, str]:
         rows = headline(records, network)
         theirs = [row for row in others if row["checkpoint"] == network.partition("-")[2]]
         named = {f"*{row['method']} (published)*": [row] for row in theirs}
-        columns = {**MEASURES, **POOLED, **COSTS}
+        columns = {**MEASURES, **FLOORS, **COSTS}
         made[f"headline-{network}"] = markdown(title, {**rows, **named}, columns)
         made[f"digest-{network}"] = markdown(title, digest(rows, theirs), DIGEST)
         made[f"detection-{network}"] = markdown(title, rows, DETECTION)
@@ -107,7 +107,8 @@ def headline(records: Records, network: str) -> dict[str, Rows]:
         if plain:
             nothing = {"fit_seconds": 0.0, "megabytes": 0.0} if method == "MAP" else {}
             found[f"{method}, train only"] = [
-                {**nothing, **_cost(fits.get(seed)), **row} for seed, row in plain.items()
+                {**nothing, **_cost(fits.get(seed)), **with_floor(row)}
+                for seed, row in plain.items()
             ]
         halves = [of(records, network, method, what) for what in CALIBRATED]
         both = [seed for seed in halves[0] if seed in halves[1]]
@@ -118,7 +119,7 @@ def headline(records: Records, network: str) -> dict[str, Rows]:
             ]
     for peer in PEERS:
         if rows := of(records, network, peer, "peer"):
-            found[peer] = list(rows.values())
+            found[peer] = [with_floor(row) for row in rows.values()]
     return found
 
 
@@ -161,7 +162,12 @@ def both_ways(halves: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Averages of two halves; ECE of both together too, which has less bias than of each alone."""
     bins = [half["bins"] for half in halves if "bins" in half]  # older files have none
     pooled = {"ece_pooled": pooled_ece(bins)} if len(bins) == len(halves) else {}
-    return {**average(halves), **pooled}
+    return {**average([with_floor(half) for half in halves]), **pooled}
+
+
+def with_floor(row: dict[str, Any]) -> dict[str, Any]:
+    """A row and the ECE that luck alone would make; older files do not tell."""
+    return {**row, "ece_perfect": perfect_ece(row["bins"])} if "bins" in row else row
 
 
 def average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
