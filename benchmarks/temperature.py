@@ -1,0 +1,136 @@
+"""Which temperature a fit should end with. By training images: no test set is read.
+
+    BAYESIFY_DATA=../shared/data python -m benchmarks.temperature [--epochs 40] [--seeds 0]
+
+A fit without validation data asks strongly augmented training images for a temperature. They are
+strange, which makes a network less right, and the network knows them by heart, which makes it more
+right than it will be: what they ask for may be wrong either way. So a small network is trained on
+20,000 images of Fashion-MNIST, for as many passes as it takes to know them, or fewer, and made
+Bayesian as usual; rules that choose the temperature by 2,000 of these images under strong
+augmentation are judged by 10,000 images that nothing has seen:
+
+    likeliest    what `fit` does
+    nearest 1    of those no less likely than that by a standard error, the one nearest to 1
+    highest      of the same, the highest
+    unseen       the likeliest by the images that judge: what could be had
+
+Adds to benchmarks/results/temperature.json, by passes and seed.
+"""
+
+import argparse
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesify
+from bayesify import ABNN, IBNN, BayesAdapter, Method, Mixture, Temperature, TestTimeAugmentation
+from bayesify.augmentation import crop_and_flip
+from bayesify.calibration import as_likely
+from bayesify.data import load_data
+from bayesify.evaluation.detection import auroc
+from bayesify.validation import hold_out
+from benchmarks.pooling import FASHION, LETTERS
+from benchmarks.quality.measures import entropy, quality
+from benchmarks.quality.results import RESULTS
+
+FILE = RESULTS / "temperature.json"
+TRAINED, UNSEEN = 20_000, 10_000
+GRID = [2 ** (step / 32) for step in range(-64, 65)]
+METHODS: dict[str, Method] = {
+    "Temperature": Temperature(),
+    "Mirroring": TestTimeAugmentation(draws=2, shift=0, rotate=0, zoom=0),
+    "ABNN": ABNN(),
+    "BayesAdapter": BayesAdapter(),
+    "iBNN": IBNN(),
+    "Mixture": Mixture(),
+}
+
+
+def trained(train: TensorDataset, epochs: int) -> nn.Module:
+    """A network that is trained with crops and mirrored images."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+        for a, b in ((1, 32), (32, 64), (64, 128))
+    ]
+    network = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 9, 10))
+    loader = DataLoader(train, batch_size=128, shuffle=True)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs * len(loader))
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            functional.cross_entropy(network(crop_and_flip(x)), y).backward()
+            optimizer.step()
+            schedule.step()
+    return network.eval()
+
+
+def tempered(probs: Tensor, temperature: float) -> Tensor:
+    return (probs.clamp_min(1e-37).log() / temperature).softmax(1)
+
+
+def losses(probs: Tensor, target: Tensor, temperature: float) -> Tensor:
+    return functional.nll_loss(tempered(probs, temperature).log(), target, reduction="none")
+
+
+def temperatures(held: tuple[Tensor, Tensor], unseen: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """What each rule chooses."""
+    each = {t: losses(*held, t) for t in GRID}
+    best = min(each, key=lambda t: each[t].mean().item())
+    good = [t for t in GRID if as_likely(each[t], each[best])]
+    return {
+        "likeliest": best,
+        "nearest 1": min(good, key=lambda t: abs(math.log(t))),
+        "highest": max(good),
+        "unseen": min(GRID, key=lambda t: losses(*unseen, t).mean().item()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    given = parser.parse_args()
+    data: Any = load_data("fashion-mnist:train", normalise=FASHION)
+    x, y = (torch.cat(part) for part in zip(*DataLoader(data, batch_size=1000), strict=True))
+    letters: Any = load_data(LETTERS, normalise=FASHION)
+    strange = torch.stack([letters[row][0] for row in range(len(letters))])
+    train = TensorDataset(x[:TRAINED], y[:TRAINED])
+    unseen, target = x[-UNSEEN:], y[-UNSEEN:]
+    network = trained(train, given.epochs)
+    with torch.no_grad():
+        parts = [(network(a).argmax(1) == b).float() for a, b in DataLoader(train, 1000)]
+    known = torch.cat(parts).mean().item()
+    print(f"right on {known:.2%} of its training images", flush=True)
+    content = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for seed in given.seeds:
+        found: dict[str, Any] = {"right on training images": known}
+        for name, method in METHODS.items():
+            loader = DataLoader(train, batch_size=64, shuffle=True)
+            bnn = bayesify.convert(network, method)
+            bnn.fit(loader, augment="crop-flip", seed=seed, progress=False)
+            bnn.temperature = 1.0
+            held = hold_out(loader, seed)[1]
+            probs = torch.cat([bnn.predict(inputs, seed=seed).probs for inputs, _ in held.batches])
+            labels = torch.cat([torch.as_tensor(each) for _, each in held.batches])
+            others, judged = (bnn.predict(each, seed=seed).probs for each in (strange, unseen))
+            found[name] = {}
+            for rule, t in temperatures((probs, labels), (judged, target)).items():
+                ours, theirs = tempered(judged, t), tempered(others, t)
+                row = {"temperature": t, **quality(ours, target)}
+                row.pop("bins")
+                row["auroc"] = auroc(entropy(ours), entropy(theirs))
+                found[name][rule] = row
+                print(name, rule, {k: round(v, 4) for k, v in row.items()}, flush=True)
+        content[f"{given.epochs} passes, seed {seed}"] = found
+        FILE.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
