@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, IBNN, BayesAdapter, BayesianModel
-from bayesify.augmentation import crop_and_flip, strong
+from bayesify.augmentation import Augment, crop_and_flip, strong
 from bayesify.batches import as_inputs
 from bayesify.data import CIFAR10_NORMALISATION, load_data
 from bayesify.evaluation.detection import auroc
@@ -196,21 +196,26 @@ def fashion(_name: str) -> Sets:
         yield type(method).__name__, logits, y[50_000:], torch.arange(10_000), told
 
 
-def trained(train: TensorDataset) -> nn.Module:
+def trained(
+    train: TensorDataset,
+    widths: tuple[int, ...] = (16, 32, 64),
+    epochs: int = 8,
+    augment: Augment = crop_and_flip,
+) -> nn.Module:
+    """A small network, always the same."""
     torch.manual_seed(0)
-    widths = (1, 16, 32, 64)
     blocks = [
         nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
-        for a, b in pairwise(widths)
+        for a, b in pairwise((1, *widths))
     ]
-    network = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(64 * 9, 10))
-    epochs, loader = 8, DataLoader(train, batch_size=128, shuffle=True)
+    network = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(widths[-1] * 9, 10))
+    loader = DataLoader(train, batch_size=128, shuffle=True)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs * len(loader))
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad()
-            functional.cross_entropy(network(crop_and_flip(x)), y).backward()
+            functional.cross_entropy(network(augment(x)), y).backward()
             optimizer.step()
             schedule.step()
     return network.eval()
