@@ -46,7 +46,7 @@ def detect(name: str, results: dict[str, Any]) -> None:
     """Adds each candidate's AUROC, at the noise and temperature that were chosen for it."""
     model = load_model(f"cifar10-{name}")
     for time, found in enumerate(results["times"]):
-        inside = [x for x, _ in HeldOut(list(labelled(images(time))), augmented=True).halves()[1]]
+        inside = [x for x, _ in HeldOut(list(labelled(images(time)))).halves()[1]]
         strange = made_strange(time)
         for candidate in found["candidates"]:
             bnn = bayesify.convert(model, ABNN(draws=12), where=candidate["where"])

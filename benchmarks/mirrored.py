@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import Mixture
-from bayesify.calibration import Search
+from bayesify.calibration import Search, best_temperature
 from bayesify.data import load_data
 from bayesify.evaluation.detection import auroc
 from bayesify.posterior import key
@@ -50,8 +50,7 @@ def main() -> None:
         for fraction in FRACTIONS:
             bnn.noise = fraction * bnn.method.noise
             search = Search(bnn, held.batches, bnn.method.draws, key("judge", seed))
-            chosen = search.finish(mirror=False)
-            bnn.temperature = chosen.temperature
+            bnn.temperature, _ = best_temperature(bnn.likelihood, *search.averages(bnn.noise))
             probs, others = (
                 bnn.predict(images, seed=seed).probs for images in (x[50_000:], strange)
             )

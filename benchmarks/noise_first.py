@@ -36,7 +36,7 @@ WAYS = {"likeliest together": "nll", "noise first": "untempered"}  # what each g
 
 
 def compare(model: torch.nn.Module, time: int) -> dict[str, Any]:
-    calibrating, judging = HeldOut(list(labelled(images(time))), augmented=True).halves()
+    calibrating, judging = HeldOut(list(labelled(images(time)))).halves()
     data = [(inputs.args[0], target) for inputs, target in judging]
     strange = made_strange(time)
     bnn = bayesify.convert(model, ABNN(), where=0.5)  # the default when this was decided

@@ -201,9 +201,10 @@ def trained(
     widths: tuple[int, ...] = (16, 32, 64),
     epochs: int = 8,
     augment: Augment = crop_and_flip,
+    seed: int = 0,
 ) -> nn.Module:
     """A small network, always the same."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     blocks = [
         nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
         for a, b in pairwise((1, *widths))

@@ -1,26 +1,23 @@
-"""Which temperature a fit should end with. By training images: no test set is read.
+"""Which temperature a fit ends with. By training images: no test set is read.
 
     BAYESIFY_DATA=../shared/data python -m benchmarks.temperature [--plain] [--seeds 0]
 
 A fit without validation data asks strongly augmented training images for a temperature. They are
-strange, which makes a network less right, and the network knows them by heart, which makes it more
-right than it will be: what they ask for may be wrong either way. So a small network is trained on
-20,000 images of Fashion-MNIST, with crops and mirrored images, which it does not come to know by
-heart, or on the images as they are (`--plain`), which it does, and made Bayesian as usual; rules
-that choose the temperature by 2,000 of these images under strong augmentation are judged by 10,000
-images that nothing has seen:
+strange, which makes a network less right, and the network knows them, which makes it more right
+than it will be: what they ask for may be wrong either way. So a small network is trained on 20,000
+images of Fashion-MNIST, with crops and mirrored images, which it does not come to know by heart, or
+on the images as they are (`--plain`), which it does, and made Bayesian as usual. The temperature is
+judged by 10,000 images that nothing has seen:
 
-    likeliest    what `fit` does
-    nearest 1    of those no less likely than that by a standard error, the one nearest to 1
-    highest      of the same, the highest
+    likeliest    by 2,000 of the training images under strong augmentation
+    fit          what `fit` ends with, see bayesify/ending.py
     unseen       the likeliest by the images that judge: what could be had
 
-Adds to benchmarks/results/temperature.json, by training and seed.
+Adds to benchmarks/results/temperature.json, by training and seed, of network and fit alike.
 """
 
 import argparse
 import json
-import math
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesify
 from bayesify import MAP
 from bayesify.augmentation import crop_and_flip
-from bayesify.calibration import as_likely
 from bayesify.data import load_data
 from bayesify.evaluation.detection import auroc
 from bayesify.validation import hold_out
@@ -54,17 +50,8 @@ def losses(probs: Tensor, target: Tensor, temperature: float) -> Tensor:
     return functional.nll_loss(tempered(probs, temperature).log(), target, reduction="none")
 
 
-def temperatures(held: tuple[Tensor, Tensor], unseen: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """What each rule chooses."""
-    each = {t: losses(*held, t) for t in GRID}
-    best = min(each, key=lambda t: each[t].mean().item())
-    good = [t for t in GRID if as_likely(each[t], each[best])]
-    return {
-        "likeliest": best,
-        "nearest 1": min(good, key=lambda t: abs(math.log(t))),
-        "highest": max(good),
-        "unseen": min(GRID, key=lambda t: losses(*unseen, t).mean().item()),
-    }
+def likeliest(probs: Tensor, target: Tensor) -> float:
+    return min(GRID, key=lambda t: losses(probs, target, t).mean().item())
 
 
 def main() -> None:
@@ -78,33 +65,35 @@ def main() -> None:
     strange = torch.stack([letters[row][0] for row in range(len(letters))])
     train = TensorDataset(x[:TRAINED], y[:TRAINED])
     unseen, target = x[-UNSEEN:], y[-UNSEEN:]
-    network = trained(train, WIDTHS, EPOCHS, Tensor.clone if given.plain else crop_and_flip)
-    with torch.no_grad():
-        parts = [(network(a).argmax(1) == b).float() for a, b in DataLoader(train, 1000)]
-    known = torch.cat(parts).mean().item()
-    print(f"right on {known:.2%} of its training images", flush=True)
-    content = json.loads(FILE.read_text()) if FILE.exists() else {}
     for seed in given.seeds:
-        found: dict[str, Any] = {"right on training images": known}
+        augment = Tensor.clone if given.plain else crop_and_flip
+        network = trained(train, WIDTHS, EPOCHS, augment, seed)
+        with torch.no_grad():
+            parts = [(network(a).argmax(1) == b).float() for a, b in DataLoader(train, 1000)]
+        found: dict[str, Any] = {"right on training images": torch.cat(parts).mean().item()}
+        print(found, flush=True)
         for name, method in METHODS.items():
             if type(method) is MAP:
                 continue  # calibrated, it is Temperature
             loader = DataLoader(train, batch_size=64, shuffle=True)
             bnn = bayesify.convert(network, method)
             bnn.fit(loader, augment="crop-flip", seed=seed, progress=False)
+            rules = {"fit": bnn.temperature}
             bnn.temperature = 1.0
             held = hold_out(loader, seed)[1]
             probs = torch.cat([bnn.predict(inputs, seed=seed).probs for inputs, _ in held.batches])
             labels = torch.cat([torch.as_tensor(each) for _, each in held.batches])
             others, judged = (bnn.predict(each, seed=seed).probs for each in (strange, unseen))
+            rules |= {"likeliest": likeliest(probs, labels), "unseen": likeliest(judged, target)}
             found[name] = {}
-            for rule, t in temperatures((probs, labels), (judged, target)).items():
+            for rule, t in rules.items():
                 ours, theirs = tempered(judged, t), tempered(others, t)
                 row = {"temperature": t, **quality(ours, target)}
                 row.pop("bins")
                 row["auroc"] = auroc(entropy(ours), entropy(theirs))
                 found[name][rule] = row
                 print(name, rule, {k: round(v, 4) for k, v in row.items()}, flush=True)
+        content = json.loads(FILE.read_text()) if FILE.exists() else {}
         content[f"{'plain' if given.plain else 'crop-flip'}, seed {seed}"] = found
         FILE.write_text(json.dumps(content, indent=2) + "\n")
 

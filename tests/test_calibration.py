@@ -8,7 +8,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
+from bayesify.batches import labelled
 from bayesify.calibration import Search, Trial, averaged, best_temperature
+from bayesify.ending import Ending
+from bayesify.validation import HeldOut
 
 CLASSES = Classification()
 
@@ -182,6 +185,7 @@ def test_a_fit_ends_with_the_temperature_of_the_average() -> None:
     bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=24))
     x = torch.randn(3000, 2)
     sharp = bnn.predict(x).probs ** 2
-    found = Search(bnn, [(x, sharp.multinomial(1)[:, 0])], 24, 0).finish(mirror=False)
+    held = HeldOut(list(labelled([(x, sharp.multinomial(1)[:, 0])])))
+    found = Ending(bnn, held, seed=0).choose(mirror=False)
     assert found.temperature == pytest.approx(0.5, rel=0.1)
     assert found.noise == bnn.noise == 2.0

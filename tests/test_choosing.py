@@ -350,5 +350,5 @@ def test_a_plan_has_no_data(cnn: nn.Module) -> None:
 
 
 def test_a_held_out_set_knows_its_length() -> None:
-    held = HeldOut(collect(few(7), 0).batches, augmented=False)
+    held = HeldOut(collect(few(7), 0).batches)
     assert [sum(len(inputs) for inputs, _ in half) for half in held.halves()] == [4, 3]

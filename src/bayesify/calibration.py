@@ -24,6 +24,7 @@ FARTHEST = 6  # steps of the walk, a factor 8 each way
 NEAR = 0.25  # of a step, a factor 1.09: too little to try again
 POSITIONS = 1024  # of a dense output, that count
 COLDEST, HOTTEST = 0.02, 50.0
+FINE = 2 ** (1 / 64)  # how exactly the highest temperature as likely as another is found
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
 
 
@@ -109,16 +110,6 @@ class Search:
             self.model.noise = before
         return self._found(best)
 
-    def finish(self, *, mirror: bool) -> Calibration:
-        """What a fit ends with: a temperature, at the noise that training was with.
-
-        Args:
-            mirror: Whether to find out if draws should be mirrored, and leave the model so.
-        """
-        if mirror:
-            self.model.mirrored = self._better_mirrored()
-        return self._found(self._try(self.model.noise, everything=True))
-
     def _found(self, best: Trial) -> Calibration:
         return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
 
@@ -129,7 +120,7 @@ class Search:
         return quiet
 
     @torch.no_grad()
-    def _better_mirrored(self) -> bool:
+    def better_mirrored(self) -> bool:
         """Whether mirrored draws are likelier.
 
         They have no place where outputs would have to be moved back, and where draws are all alike.
@@ -184,8 +175,17 @@ class Search:
         nearest = min(trials, key=lambda position: abs(position - vertex))
         return tried(nearest if abs(nearest - vertex) < NEAR else vertex)
 
-    @torch.no_grad()
     def _try(self, noise: float, *, everything: bool = False) -> Trial:
+        seen = self.averages(noise, everything=everything)
+        temperature, _ = best_temperature(self.model.likelihood, *seen)
+        losses, untempered = (
+            losses_at(self.model.likelihood, *seen, each) for each in (temperature, self.usual)
+        )
+        return Trial(noise, temperature, losses, untempered.mean().item())
+
+    @torch.no_grad()
+    def averages(self, noise: float, *, everything: bool = True) -> tuple[Averages, Tensor]:
+        """Averages over draws with this noise, which the model is left with, and targets."""
         self.evaluations += 1
         self.model.noise = noise
         # Without noise a component's draws are all alike.
@@ -200,12 +200,7 @@ class Search:
             kept += output.numel()
             if kept > LARGEST_OUTPUT or (not everything and examples >= SEARCH_EXAMPLES):
                 break
-        seen = averaged(self.model.likelihood, torch.cat(outputs, dim=1)), torch.cat(targets)
-        temperature, _ = best_temperature(self.model.likelihood, *seen)
-        losses, untempered = (
-            losses_at(self.model.likelihood, *seen, each) for each in (temperature, self.usual)
-        )
-        return Trial(noise, temperature, losses, untempered.mean().item())
+        return averaged(self.model.likelihood, torch.cat(outputs, dim=1)), torch.cat(targets)
 
     def _outputs(self, inputs: Inputs, target: Any, draws: int) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -240,6 +235,18 @@ def best_temperature(
     if nll(0.0) <= found.fun:
         return 1.0, nll(0.0)
     return math.exp(found.x), nll(found.x)
+
+
+def highest_as_likely(
+    likelihood: "Likelihood", averages: Averages, target: Tensor, temperature: float
+) -> float:
+    """The highest temperature whose NLL is above that of another by at most a standard error."""
+    losses, higher = losses_at(likelihood, averages, target, temperature), temperature
+    while higher < HOTTEST and as_likely(
+        losses_at(likelihood, averages, target, higher * FINE), losses
+    ):
+        higher *= FINE
+    return higher
 
 
 def averaged(likelihood: "Likelihood", outputs: Tensor) -> Averages:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bayesify.augmentation import Augment
-from bayesify.calibration import Search
+from bayesify.ending import Ending
 from bayesify.fit_result import FitResult
 from bayesify.methods.mixture import Mixture, Parts, part_sites
 from bayesify.mirror import worth_trying
@@ -48,6 +48,9 @@ def fit_mixture(
     assert isinstance(method, Mixture)  # noqa: S101  (asked before)
     assert isinstance(posterior, Parts)  # noqa: S101  (made by it)
     held = hold_out(loader, seed)[1] if validation is None else collect(validation, seed)
+    # Training data as they are would always ask for more confidence.
+    telling = validation is not None or held.augmented
+    ending = Ending(model, held, seed) if temper and telling else None
     results = []
     for index, part in enumerate(posterior.members()):
         alone = type(model)(
@@ -72,11 +75,9 @@ def fit_mixture(
             posterior.part_fitted(index)
         results.append(fitted)
     tempered = math.nan
-    if temper and (validation is not None or held.augmented):
-        search = Search(model, held.batches, method.draws, key("judge", seed))
-        found = search.finish(
-            mirror=worth_trying(mirror, augment, shares_trunk=model.runner.shares_trunk)
-        )
+    if ending is not None:
+        shares_trunk = model.runner.shares_trunk
+        found = ending.choose(mirror=worth_trying(mirror, augment, shares_trunk=shares_trunk))
         model.temperature = found.temperature
         tempered = nll = found.nll
     else:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bayesify.augmentation import Augment, as_augment
 from bayesify.batches import Inputs, labelled
-from bayesify.calibration import Search
 from bayesify.checkpoint import Checkpoint
+from bayesify.ending import Ending
 from bayesify.errors import BayesifyWarning, DataError, NonFiniteError, SettingError
 from bayesify.features import Features, NoFeaturesError
 from bayesify.fit_result import FitResult, describe_groups
@@ -163,6 +163,7 @@ class Fit:
         model = self.model
         _warn_if_slow(self.gradients.precision, model.device)
         self.gradients.prepare()
+        ending = Ending(model, self.held, self.seed) if self.temper else None
         self.optimizer = self.method.optimizer(model.posterior, self.examples)
         if self.optimizer is None:
             self.steps = 0
@@ -181,8 +182,8 @@ class Fit:
         if self.method.solves and not self.at.solved:
             self._solve()
         self._save()
-        if self.temper:
-            self._choose_temperature()
+        if ending is not None:
+            self._choose_temperature(ending)
 
     @contextlib.contextmanager
     def _features(self) -> Iterator[None]:
@@ -251,13 +252,12 @@ class Fit:
             at.kept, at.best_noise, self.best = "network", 0.0, self._snapshot()
         at.solved = True
 
-    def _choose_temperature(self) -> None:
+    def _choose_temperature(self, ending: Ending) -> None:
         """The temperature that held-out data asks for, of the state that is kept."""
         self._restore_best()
-        search = Search(self.model, self.held.batches, self.method.draws, key("judge", self.seed))
         shares_trunk = self.model.runner.shares_trunk
         mirror = worth_trying(self.mirror, self.augment, shares_trunk=shares_trunk)
-        found = search.finish(mirror=mirror)
+        found = ending.choose(mirror=mirror)
         self.at.best_temperature = found.temperature
         self.tempered_nll = found.nll
 

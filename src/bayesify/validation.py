@@ -31,11 +31,16 @@ class HeldOut:
 
     Args:
         batches: Inputs and targets.
-        augmented: Whether they are training images under strong augmentation.
+        originals: The same as they were, if these are training images under strong augmentation.
     """
 
     batches: Sequence[tuple[Inputs, Any]]
-    augmented: bool
+    originals: Sequence[tuple[Inputs, Any]] | None = None
+
+    @property
+    def augmented(self) -> bool:
+        """Whether they are training images under strong augmentation."""
+        return self.originals is not None
 
     def __len__(self) -> int:
         return sum(len(inputs) for inputs, _ in self.batches)
@@ -80,7 +85,7 @@ def seeded(seed: int, loader: object = None) -> Iterator[None]:
 def collect(loader: Iterable[Any], seed: int, *, most: int = MOST_EXAMPLES) -> HeldOut:
     """Takes a validation loader's first examples into memory, as they are."""
     with seeded(key("validation", seed)):
-        return HeldOut(list(_first(labelled(loader), most)), augmented=False)
+        return HeldOut(list(_first(labelled(loader), most)))
 
 
 def hold_out(loader: Iterable[Any], seed: int) -> tuple[Iterable[Any], HeldOut]:
@@ -105,7 +110,7 @@ def hold_out(loader: Iterable[Any], seed: int) -> tuple[Iterable[Any], HeldOut]:
             BayesifyWarning,
             stacklevel=3,
         )
-    return rest, HeldOut(changed, augmented)
+    return rest, HeldOut(changed, batches if augmented else None)
 
 
 def _split(loader: Iterable[Any], seed: int) -> tuple[Iterable[Any], Iterable[Any]]:
