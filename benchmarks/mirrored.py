@@ -50,7 +50,8 @@ def main() -> None:
         for fraction in FRACTIONS:
             bnn.noise = fraction * bnn.method.noise
             search = Search(bnn, held.batches, bnn.method.draws, key("judge", seed))
-            bnn.temperature, _ = best_temperature(bnn.likelihood, *search.averages(bnn.noise))
+            averages = search.averages(bnn.noise)
+            bnn.temperature, nll = best_temperature(bnn.likelihood, *averages)
             probs, others = (
                 bnn.predict(images, seed=seed).probs for images in (x[50_000:], strange)
             )
@@ -58,7 +59,7 @@ def main() -> None:
             judged.pop("bins")
             judged["auroc"] = auroc(entropy(probs), entropy(others))
             row = {"seed": seed, "fraction": fraction, "temperature": bnn.temperature, **judged}
-            found.append({**row, "nll, strongly augmented": chosen.nll})
+            found.append({**row, "nll, strongly augmented": nll})
             print({name: round(value, 4) for name, value in found[-1].items()}, flush=True)
     (RESULTS / "mirrored.json").write_text(json.dumps(found, indent=2) + "\n")
 

@@ -8,10 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
-from bayesify.batches import labelled
 from bayesify.calibration import Search, Trial, averaged, best_temperature
-from bayesify.ending import Ending
-from bayesify.validation import HeldOut
 
 CLASSES = Classification()
 
@@ -176,16 +173,3 @@ def test_the_noise_that_is_preferred_unless_another_is_clearly_likelier(
     bnn = bayesify.convert(trained, ABNN(noise=0.2))
     bnn.mirrored = mirrored
     assert bnn.calibrate(validation).noise == pytest.approx(noise, rel=1e-3)
-
-
-def test_a_fit_ends_with_the_temperature_of_the_average() -> None:
-    """Labels drawn from the average of draws, sharpened."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(2, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3)).eval()
-    bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=24))
-    x = torch.randn(3000, 2)
-    sharp = bnn.predict(x).probs ** 2
-    held = HeldOut(list(labelled([(x, sharp.multinomial(1)[:, 0])])))
-    found = Ending(bnn, held, seed=0).choose(mirror=False)
-    assert found.temperature == pytest.approx(0.5, rel=0.1)
-    assert found.noise == bnn.noise == 2.0
