@@ -78,8 +78,11 @@ def asked(unit: Unit, size: Size) -> dict[str, Any]:
     method = {**METHODS, **ABLATIONS}[unit.method]
     fit = TRANSFER_FIT if unit.what == "transfer" else FIT
     about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": images}
-    ends = {"mirrored": "if likelier", "tempered": "the average"}
-    return {**about, **ends} if method.draws > 1 else about
+    if method.draws > 1:
+        about |= {"mirrored": "if likelier", "tempered": "the average"}
+    if type(method) is not MAP and unit.what not in CALIBRATED:  # which chooses it again
+        about |= {"temperature": "by what the network knows"}
+    return about
 
 
 def passes(method: Method) -> list[int]:
