@@ -165,7 +165,7 @@ def test_fit_ends_with_the_temperature_that_held_out_data_asks_for(
     assert as_it_is == 1
     assert softened > 2
     assert lower < loss - 0.05
-    assert fitted(METHOD, None)[0] > 1.5, "images under strong augmentation can tell"
+    assert fitted(METHOD, None)[0] > 1.2, "training images can tell: both kinds ask for it"
     assert fitted(MAP(), validation)[0] == 1, "the network as it is"
 
 
