@@ -24,7 +24,7 @@ ORDER = [
     "tape.kernels", "tape.steps", "tape.passes", "tape.playing", "tape.cutting", "tape.recording",
     "tape",
     "sampling", "plan", "prediction", "adaptive", "augmentation", "mirror", "validation",
-    "calibration", "outliers", "trunk", "gradients", "features", "checkpoint", "fit_result",
+    "calibration", "ending", "outliers", "trunk", "gradients", "features", "checkpoint", "fit_result",
     "training", "mixing", "choice",
     "model",
     "choosing",
