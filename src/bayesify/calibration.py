@@ -175,6 +175,7 @@ class Search:
         nearest = min(trials, key=lambda position: abs(position - vertex))
         return tried(nearest if abs(nearest - vertex) < NEAR else vertex)
 
+    @torch.no_grad()
     def _try(self, noise: float, *, everything: bool = False) -> Trial:
         seen = self.averages(noise, everything=everything)
         temperature, _ = best_temperature(self.model.likelihood, *seen)

@@ -282,7 +282,7 @@ class BayesianModel(nn.Module):
             validations: How often held-out data is looked at, by default the method's own number.
             keep: "best", or "last": the state when training is over, whatever held-out data says.
             temper: Whether the temperature is chosen at the end, by the same held-out data, if
-                they can tell: data of `validation`, or images under strong augmentation.
+                they can tell: data of `validation`, or images; see `bayesify.ending`.
             mirror: Whether mirrored images show the same things; None: if `augment` is "crop-flip",
                 which says so. Then, with `temper`, half of the draws see them mirrored from now on
                 if held-out data are likelier so: see `mirrored`.
