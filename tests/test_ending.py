@@ -45,7 +45,7 @@ def test_a_fit_ends_with_the_temperature_of_the_average() -> None:
     bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=24))
     x = torch.randn(3000, 2)
     sharp = bnn.predict(x).probs ** 2
-    held = HeldOut(list(labelled([(x, sharp.multinomial(1)[:, 0])])))
+    held = HeldOut(batches(x, sharp.multinomial(1)[:, 0]))
     found = Ending(bnn, held, seed=0).choose(mirror=False)
     assert found.temperature == pytest.approx(0.5, rel=0.1)
     assert found.noise == bnn.noise == 2.0
@@ -87,14 +87,17 @@ def test_of_a_network_that_knows_its_images_the_highest_temperature_as_likely_is
     assert highest.nll == pytest.approx(losses(highest.temperature).mean().item(), abs=1e-5)
 
 
-def test_what_the_network_knows_is_asked_before_it_is_fitted(
-    bnn: bayesify.BayesianModel, logits: Tensor
-) -> None:
-    held = HeldOut(batches(logits, drawn(logits, 2.0)), batches(logits, logits.argmax(1)))
-    ending = Ending(bnn, held, seed=0)
-    assert ending.known == 1.0
-    assert bnn.noise == Temperature().noise
-    assert Ending(bnn, HeldOut(held.batches), seed=0).known is None
+def test_what_is_known_is_what_the_network_knows_without_noise() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3)).eval()
+    bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=1))
+    x = torch.randn(300, 2)
+    with torch.no_grad():
+        known = batches(x, network(x).argmax(1))
+    assert bnn.judge(known, draws=1, seed=0)[1] < 0.9
+    assert Ending(bnn, HeldOut(known, known), seed=0).known == 1.0
+    assert bnn.noise == 2.0
+    assert Ending(bnn, HeldOut(known), seed=0).known is None
 
 
 def test_a_fit_to_images_that_the_network_does_not_know_leaves_it_calibrated(

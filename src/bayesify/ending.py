@@ -23,8 +23,8 @@ BY_HEART = 0.99  # of its training images that a network is right on
 class Ending:
     """Chooses both by held-out data, at the noise that training was with.
 
-    Data that the network has not seen are asked for the likeliest temperature. Training images can
-    only be asked under strong augmentation, and what that says depends on the network:
+    Data that the network has not seen are asked for the likeliest temperature. What training images
+    say under strong augmentation depends on the network:
 
     - One that knows its images by heart is righter on them than it will be, strange as they are
       made, and the likeliest temperature is too low: of those as likely, the highest is taken.

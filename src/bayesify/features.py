@@ -154,7 +154,7 @@ class Features:
             generator=loader.generator,
             collate_fn=torch.tensor,
         )
-        self.held = HeldOut(_Batches(self._held, held.batches), held.originals)
+        self.held = HeldOut(_Batches(self._held, held.batches))
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         """Batches of features and targets."""
