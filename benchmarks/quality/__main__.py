@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="on a few images, in minutes")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="some units")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="PATTERN", help="some units"
+    )
     parser.add_argument("--list", action="store_true", help="say which units are done")
     parser.add_argument("--table", action="store_true", help="write tables and plots only")
     given = parser.parse_args(arguments)

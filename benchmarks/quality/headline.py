@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,15 +137,20 @@ def calibrated(unit: Unit, size: Size) -> dict[str, Any]:
 
 
 def judge(
-    bnn: BayesianModel, unit: Unit, size: Size, tested: slice, other: slice
+    bnn: BayesianModel,
+    unit: Unit,
+    size: Size,
+    tested: slice,
+    other: slice,
+    others: Sequence[str] = OTHERS,
 ) -> dict[str, Any]:
     """All measures on these test images, and on these of each other set."""
     target = test_labels(rows("cifar10:test", tested), unit.name)
     probs, milliseconds = predicted(bnn, unit, size, "cifar10:test", tested)
-    others = {name: predicted(bnn, unit, size, name, other)[0] for name in OTHERS}
+    strange = {name: predicted(bnn, unit, size, name, other)[0] for name in others}
     return {
         **quality(probs, target),
-        "ood": detection(probs, others),
+        "ood": detection(probs, strange),
         "images": len(target),
         "predict_ms": milliseconds,
         "draws": bnn.method.draws,
@@ -170,18 +177,26 @@ def predicted(
         spent = averages.pop("milliseconds").item() or None
         averages = {key: value[part] for key, value in averages.items()}
     else:
-        x, temperature = images(rows(name, part)), bnn.temperature
+        x = images(rows(name, part))
         started = time.monotonic()
-        bnn.temperature = 1.0
-        try:
+        with untempered(bnn):
             averages = bnn.predict(batches(x), seed=unit.seed).averages
-        finally:
-            bnn.temperature = temperature
         spent = None if UNTIMED else 1000 * (time.monotonic() - started) / len(x)
         if part == everything:
             CACHE.mkdir(parents=True, exist_ok=True)
             save_file({**averages, "milliseconds": torch.tensor(spent or 0.0)}, file)
     return bnn.pool(averages)["probs"], spent
+
+
+@contextmanager
+def untempered(bnn: BayesianModel) -> Iterator[None]:
+    """Inside it, predictions are what draws say in the mean, before the temperature."""
+    temperature = bnn.temperature
+    bnn.temperature = 1.0
+    try:
+        yield
+    finally:
+        bnn.temperature = temperature
 
 
 def rows(name: str, part: slice) -> str:

@@ -1,7 +1,8 @@
 """Other libraries on the same network and data, with the same measures.
 
 They are installed by `make bench-quality` (benchmarks/requirements.txt), and imported where used.
-Each function fits and returns how to predict a batch, and how many draws that takes.
+Each function fits and returns how to predict a batch, and how many draws that takes. Images are in
+the order that convolutions are fast in on processors, as they are for ours.
 """
 
 import math
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from bayesify.augmentation import crop_and_flip
+from bayesify.tape import channels_last
 from bayesify.zoo import load_model
+from benchmarks.quality.headline import UNTIMED
 from benchmarks.quality.labels import batches, images, test_data, training_data
 from benchmarks.quality.measures import detection, quality
 from benchmarks.quality.settings import BATCH, OTHERS, PEERS, Size
@@ -30,16 +33,16 @@ def peer(unit: Unit, size: Size) -> dict[str, Any]:
     data = training_data(f"cifar10:train[:{size.train}]")
     started = time.monotonic()
     predict, draws = FITS[unit.method](load_model(unit.network), data, **PEERS[unit.method])
-    fit_seconds = time.monotonic() - started
+    fit_seconds = None if UNTIMED else time.monotonic() - started
 
     @torch.no_grad()
     def predict_all(x: Tensor) -> Tensor:
-        return torch.cat([predict(part).detach() for (part,) in batches(x)])
+        return torch.cat([predict(channels_last(part)).detach() for (part,) in batches(x)])
 
     x, y = test_data(f"cifar10:test[:{size.test}]", unit.name).tensors
     started = time.monotonic()
     probs = predict_all(x)
-    predict_ms = 1000 * (time.monotonic() - started) / len(y)
+    predict_ms = None if UNTIMED else 1000 * (time.monotonic() - started) / len(y)
     others = {name: predict_all(images(f"{name}[:{size.other}]")) for name in OTHERS}
     return {
         **quality(probs, y),
@@ -119,7 +122,7 @@ def augmented(data: Any) -> DataLoader[Any]:
 
     def collate(items: list[Any]) -> tuple[Tensor, Tensor]:
         x, y = default_collate(items)
-        return crop_and_flip(x), y
+        return channels_last(crop_and_flip(x)), y
 
     return DataLoader(data, batch_size=BATCH, shuffle=True, collate_fn=collate)
 

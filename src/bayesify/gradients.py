@@ -23,6 +23,7 @@ from bayesify.posterior import Draws, fresh_normals, key
 from bayesify.rows import Rows
 from bayesify.sampling import MOST_SHAPES, Runner
 from bayesify.sites import NORM, Site
+from bayesify.tape import channels_last
 from bayesify.trunk import Rest, Split, is_plain, split
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Gradients:
         draw = {name: value[0] for name, value in drawn.items()}
 
         def losses(inputs: Inputs) -> Tensor:
-            output = model.runner.plain(draw, inputs.to(model.device).map(_channels_last))
+            output = model.runner.plain(draw, inputs.to(model.device).map(channels_last))
             aim = model.likelihood.target(target[: len(inputs)], output)
             return model.likelihood.loss(output, aim, None)
 
@@ -233,11 +234,11 @@ class Gradients:
         )
         if exemplar and self.by_rows.get(inputs[:1].describe()):
             with Rows():
-                return self._frozen_for_one(runner, inputs).plain(draws, inputs.map(_channels_last))
+                return self._frozen_for_one(runner, inputs).plain(draws, inputs.map(channels_last))
         if exemplar and draws:
             apart = inputs.map_batched(lambda t: t.unsqueeze(1))
             return self._frozen_for_one(runner, inputs).paired(draws, apart).flatten(0, 1)
-        inputs = inputs.map(_channels_last)
+        inputs = inputs.map(channels_last)
         places = [c * size + row for c in range(copies) for row in range(mine.start, mine.stop)]
         bounds = [bisect_left(places, g * whole // count) for g in range(count + 1)]
         return torch.cat(
@@ -320,8 +321,3 @@ class Gradients:
 
 def _can_have_rows(site: Site) -> bool:
     return site.name.rpartition(".")[2] == GATE or bool(NORM.search(site.kind))
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    """Images as convolutions like them: a training step takes three quarters of the time."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -35,6 +35,7 @@ from bayesify.outliers import Normalisation
 from bayesify.posterior import key
 from bayesify.prediction import Prediction
 from bayesify.sampling import MEMORY_BUDGET
+from bayesify.tape import channels_last
 
 # Measured on ResNet-20, one core: gradients at 256 images cost 15 % more an image than at 64 and,
 # where draws share a trunk and fewer of them fit into memory at once, 2.5 times as much.
@@ -220,7 +221,7 @@ class _Loss:
 
     def gradient(self, x: Tensor, target: Tensor) -> Tensor:
         """Of each example's NLL, for that example, `[B, ...]`."""
-        x = _leaf(x.to(self.bnn.device))
+        x = _leaf(channels_last(x.to(self.bnn.device)))
         # With one position an example, p is the example's: -log mean p needs one pass.
         alone = isinstance(self.bnn.likelihood, Classification) and target.ndim == 1
         one_pass = self.bnn.temperature == 1 and (alone or self.count == 1)
