@@ -221,12 +221,13 @@ def ablations(records: Records, network: str = "cifar10-resnet20") -> dict[str, 
 
 
 def attacked(records: Records, network: str, method: str) -> dict[str, float]:
-    """Average precision over all shards that are there."""
+    """Average precision over all shards that are there; one draw has no epistemic doubt."""
     shards = [one for what in ATTACKS for one in of(records, network, method, what).values()]
     if not shards:
         return {}
     found = {}
-    for score in ("entropy", "epistemic"):
+    draws = {**METHODS, **ABLATIONS}[method].draws
+    for score in ("entropy", "epistemic") if draws > 1 else ("entropy",):
         clean, strange = (
             torch.tensor([value for shard in shards for value in shard[kind][score]])
             for kind in ("clean", "attacked")
