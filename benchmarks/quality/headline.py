@@ -27,8 +27,8 @@ from bayesify.zoo import load_model
 from benchmarks.quality.labels import batches, images, test_data, test_labels, training_batches
 from benchmarks.quality.measures import detection, quality
 from benchmarks.quality.results import write_json
-from benchmarks.quality.settings import ABLATIONS, BATCH, FIT, METHODS, OTHERS, Size
-from benchmarks.quality.units import Unit, passes
+from benchmarks.quality.settings import ABLATIONS, BATCH, METHODS, OTHERS, Size
+from benchmarks.quality.units import Unit, fit_settings, passes
 
 CACHE = Path(
     os.environ.get("BAYESIFY_BENCH_CACHE", Path.home() / ".cache" / "bayesify-bench" / "quality")
@@ -41,7 +41,7 @@ def fitted(unit: Unit, size: Size) -> tuple[BayesianModel, dict[str, Any]]:
     """The unit's method, fitted, and what the fit said."""
     method = {**METHODS, **ABLATIONS}[unit.method]
     split = f"cifar10:train[:{size.trained_on(unit.method)}]"
-    return fit_or_load(load_model(unit.network), method, split, FIT, unit)
+    return fit_or_load(load_model(unit.network), method, split, fit_settings(unit), unit)
 
 
 def fit_or_load(
@@ -169,7 +169,7 @@ def predicted(
     `calibrate` changes as a rule: then nothing has to run again.
     """
     everything = slice(size.test if name == "cifar10:test" else size.other)
-    about = [repr(bnn.method), passes(bnn.method), FIT, size.trained_on(unit.method)]
+    about = [repr(bnn.method), passes(bnn.method), fit_settings(unit), size.trained_on(unit.method)]
     state = [bnn.noise, bnn.mirrored, rows(name, everything)]
     file = _folder(unit, about + state).with_suffix(".safetensors")
     if file.exists():

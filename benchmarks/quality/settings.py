@@ -41,6 +41,9 @@ ABLATIONS: dict[str, Method] = {
         for g in (0.25, 0.5, 0.65, 0.75)
     },
 }
+# The state at the end, whatever held-out images say: after few steps a fit mostly keeps what it had
+# before, which has neither members nor a margin.
+ABLATION_FIT: dict[str, Any] = {**FIT, "keep": "last"}
 ATTACKED_ABLATIONS = "BayesAdapter-margin"  # what the margin is for
 
 # A checkpoint that is a poor match: a new head for 100 classes, 40 images of each.

@@ -7,6 +7,7 @@ from typing import Any
 
 from bayesify import MAP, Method, Mixture
 from benchmarks.quality.settings import (
+    ABLATION_FIT,
     ABLATIONS,
     ATTACKED_ABLATIONS,
     FIT,
@@ -76,13 +77,20 @@ def asked(unit: Unit, size: Size) -> dict[str, Any]:
     if unit.method in PEERS:
         return {"peer": PEERS[unit.method], "images": images}
     method = {**METHODS, **ABLATIONS}[unit.method]
-    fit = TRANSFER_FIT if unit.what == "transfer" else FIT
+    fit = fit_settings(unit)
     about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": images}
     if method.draws > 1:
         about |= {"mirrored": "if likelier", "tempered": "the average"}
     if type(method) is not MAP and unit.what not in CALIBRATED:  # which chooses it again
         about |= {"temperature": "by what the network knows"}
     return about
+
+
+def fit_settings(unit: Unit) -> dict[str, Any]:
+    """What `fit` is asked for."""
+    if unit.what == "transfer":
+        return TRANSFER_FIT
+    return ABLATION_FIT if unit.method in ABLATIONS else FIT
 
 
 def passes(method: Method) -> list[int]:
