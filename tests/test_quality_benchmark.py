@@ -92,6 +92,11 @@ def test_patterns_choose_units_by_name() -> None:
     assert units.chosen(units.units(FULL), []) == units.units(FULL)
 
 
+def test_only_ablations_keep_the_last_state() -> None:
+    last = {u for u in units.units(FULL) if units.fit_settings(u).get("keep") == "last"}
+    assert {u.method for u in last} == set(FULL.ablations)
+
+
 def test_draws_of_all_ablations_are_the_defaults() -> None:
     for name, method in ABLATIONS.items():
         assert method.draws == METHODS[name.partition("-")[0]].draws
