@@ -61,6 +61,7 @@ def _plot(axes: list[tuple[str, str]], curves: list[dict[str, Any]], file: Path)
         panel.set(xlabel=x, ylabel=y)
         if x == "draws":
             panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
     panel.legend()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120, metadata={"Software": None})
