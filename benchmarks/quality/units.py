@@ -59,10 +59,13 @@ def units(size: Size) -> list[Unit]:
 
 
 def _headline(method: str, seed: int, first: int) -> Iterator[str]:
-    if type(METHODS[method]) is not MAP:
-        yield from ("fit", "train-only", *CALIBRATED)
-    elif seed == first:  # nothing is fitted or random; calibrated, it is Temperature
-        yield "train-only"
+    if type(METHODS[method]) is MAP:
+        if seed == first:  # nothing is fitted or random; calibrated, it is Temperature
+            yield "train-only"
+        return
+    yield from ("fit", "train-only")
+    if seed == first or isinstance(METHODS[method], Mixture):  # whose bar is a mean of seeds
+        yield from CALIBRATED
 
 
 def chosen(found: Iterable[Unit], patterns: Iterable[str]) -> list[Unit]:
