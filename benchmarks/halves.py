@@ -23,7 +23,7 @@ from benchmarks.quality.bars import BARS
 from benchmarks.quality.headline import fitted, predicted
 from benchmarks.quality.measures import perfect_ece, pooled_ece, quality
 from benchmarks.quality.results import RESULTS, write_json
-from benchmarks.quality.settings import FULL
+from benchmarks.quality.settings import FULL, METHODS
 from benchmarks.quality.units import Unit
 
 FILE = RESULTS / "halves.json"
@@ -35,6 +35,7 @@ def measured(bnn: BayesianModel, truth: Tensor, seed: int) -> dict[str, float]:
     """The same figures as of real labels, for labels that are drawn from the predictions."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.multinomial(truth, 1, generator=generator).squeeze(1)
+    # The second is asked for with the first, and no temperature or probability depends on it.
     averages = {"probs": truth, "aleatoric": torch.zeros(len(truth))}
     halves = (slice(len(truth) // 2), slice(len(truth) // 2, None))
     found = []
@@ -51,26 +52,26 @@ def measured(bnn: BayesianModel, truth: Tensor, seed: int) -> dict[str, float]:
     }
 
 
+def summary(values: list[float], sought: float) -> dict[str, float]:
+    return {
+        "mean": statistics.fmean(values),
+        "standard deviation": statistics.stdev(values),
+        f"share of {sought} or less": statistics.fmean(value <= sought for value in values),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("network", choices=FULL.networks)
-    parser.add_argument("method")
+    parser.add_argument("method", choices=METHODS)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     unit = Unit(given.network, given.method, given.seed, "fit")
     bnn, _ = fitted(unit, FULL)
     truth, _ = predicted(bnn, unit, FULL, "cifar10:test", slice(FULL.test))
-    rows = [measured(bnn, truth, time) for time in range(TIMES)]
+    rows = [measured(bnn, truth, seed) for seed in range(TIMES)]
     sought = BARS[given.network][2]
-    found = {
-        name: {
-            "mean": statistics.fmean(values),
-            "standard deviation": statistics.stdev(values),
-            f"share of {sought} or less": statistics.fmean(value <= sought for value in values),
-        }
-        for name in rows[0]
-        for values in [[row[name] for row in rows]]
-    }
+    found = {name: summary([row[name] for row in rows], sought) for name in rows[0]}
     content = json.loads(FILE.read_text()) if FILE.exists() else {}
     content.setdefault(given.network, {})[f"{given.method}, seed {given.seed}"] = found
     write_json(FILE, content)
