@@ -38,8 +38,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from scipy.optimize import minimize
 from safetensors.torch import load_file, save_file
+from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -221,7 +221,7 @@ def cifar10(_name: str) -> Sets:
     data: Any = load_data("cifar10:train", normalise=CIFAR10_NORMALISATION)
     x, y = (torch.cat(part) for part in zip(*DataLoader(data, batch_size=1000), strict=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(100))
-    train = TensorDataset(channels_last(x[order[:SEEN]]), y[order[:SEEN]])
+    train = TensorDataset(x[order[:SEEN]], y[order[:SEEN]])
     network = trained_resnet20(train)
     unseen, target = x[order[SEEN:]], y[order[SEEN:]]
     strange = other_things()
@@ -256,7 +256,7 @@ def trained_resnet20(train: TensorDataset) -> nn.Module:
     for _ in range(PASSES):
         for x, y in loader:
             with torch.autocast("cpu", torch.bfloat16):
-                logits = network(crop_and_flip(x))
+                logits = network(crop_and_flip(x).to(memory_format=torch.channels_last))
             optimizer.zero_grad()
             functional.cross_entropy(logits.float(), y).backward()
             optimizer.step()
