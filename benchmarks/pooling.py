@@ -17,8 +17,8 @@ training, draws mirrored and not, on two strong augmentations of the 2,000 train
 fit held out; halves have different images), fashion (a small network trained on 50,000 training
 images of Fashion-MNIST, and ABNN, BayesAdapter and iBNN of it, on the other 10,000 as they are),
 by-heart (a larger network that knows 20,000 of them by heart, seed 1 of benchmarks/temperature.py,
-and also the mixture of it, as fitted, on the same 10,000) or cifar10 (a ResNet-20 trained by us on 40,000 training images, and mirroring, ABNN and the mixture of
-it, on the other 10,000 as they are).
+and also the mixture of it, as fitted, on the same 10,000) or cifar10 (a ResNet-20 trained by us on
+40,000 training images, and mirroring, ABNN and the mixture of it, on the other 10,000 as they are).
 AUROC is how well predictive entropy tells them from sets that are in no other table here: training
 images made strange (see abnn_share.py), letters, clothes, faces and streets; for fashion, letters.
 Adds to benchmarks/results/pooling.json.
