@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 from bayesify import ABNN, Classification, SettingError
-from bayesify.calibration import Search, Trial, averaged, best_temperature
+from bayesify.calibration import (
+    Search,
+    Trial,
+    averaged,
+    best_slope,
+    best_temperature,
+    losses_at,
+)
 
 CLASSES = Classification()
 
@@ -37,13 +45,52 @@ def test_temperature_never_hurts() -> None:
     assert best_temperature(CLASSES, averaged(CLASSES, logits[None]), target)[0] == 1.0
 
 
+def doubtful(slope: float, size: int = 20_000, temperature: float = 1.3) -> tuple[Any, Tensor]:
+    """Averages, and labels drawn from what they are with this slope."""
+    torch.manual_seed(0)
+    averages = averaged(CLASSES, 3 * torch.randn(1, size, 5))
+    return averages, CLASSES.pool(averages, temperature, slope)["probs"].multinomial(1)[:, 0]
+
+
+@pytest.mark.parametrize("slope", [-0.2, 0.0, 0.2])
+def test_temperature_and_slope_are_those_of_the_data(slope: float) -> None:
+    averages, target = doubtful(slope)
+    temperature, found, nll = best_slope(CLASSES, averages, target)
+    assert temperature == pytest.approx(1.3, abs=0.06)
+    assert found == pytest.approx(slope, abs=0.03)
+    _, alone = best_temperature(CLASSES, averages, target)
+    assert nll <= alone
+    assert (alone - nll > 1e-3) == (slope != 0)
+    losses = losses_at(CLASSES, averages, target, temperature, found)
+    assert nll == pytest.approx(losses.mean().item(), abs=1e-6)
+
+
+def test_a_few_examples_ask_for_little_slope() -> None:
+    """Without a prior they would be believed: three that are unsure, all of them right."""
+    probs = torch.tensor([[0.99, 0.01]] * 27 + [[0.6, 0.4]] * 3)
+    averages = {"probs": probs, "aleatoric": torch.zeros(30)}
+    _, slope, _ = best_slope(CLASSES, averages, torch.zeros(30).long())
+    assert -0.5 < slope <= 0
+
+
+def test_nothing_to_choose_leaves_things_as_they_are() -> None:
+    averages = averaged(CLASSES, torch.zeros(1, 10, 3))
+    temperature, slope, nll = best_slope(CLASSES, averages, torch.arange(10) % 3)
+    assert (temperature, slope) == (1.0, 0.0)
+    assert nll == pytest.approx(math.log(3))
+
+
 def test_calibrate_lowers_held_out_nll(
     trained: nn.Module, validation: DataLoader, test_set: DataLoader
 ) -> None:
     bnn = bayesify.convert(trained, ABNN(noise=0.3))
     before = bnn.evaluate(test_set).nll
     chosen = bnn.calibrate(validation)
-    assert (bnn.noise, bnn.temperature) == (chosen.noise, chosen.temperature)
+    assert (bnn.noise, bnn.temperature, bnn.slope) == (
+        chosen.noise,
+        chosen.temperature,
+        chosen.slope,
+    )
     assert bnn.evaluate(test_set).nll < before
     assert bnn.evaluate(validation).nll == pytest.approx(chosen.nll, abs=1e-4)
     assert chosen.evaluations <= 16
@@ -76,15 +123,15 @@ def test_the_search_sees_a_part_and_what_it_found_everything(
 ) -> None:
     seen: list[int] = []
     noises: list[float] = []
-    tried = Search._try
+    asked = Search.averages
 
-    def counted(search: Search, noise: float, *, everything: bool = False) -> Trial:
-        trial = tried(search, noise, everything=everything)
-        seen.append(len(trial.losses))
+    def counted(search: Search, noise: float, *, everything: bool = True) -> Any:
+        averages, target = asked(search, noise, everything=everything)
+        seen.append(len(target))
         noises.append(noise)
-        return trial
+        return averages, target
 
-    monkeypatch.setattr(Search, "_try", counted)
+    monkeypatch.setattr(Search, "averages", counted)
     torch.manual_seed(0)
     x = torch.randn(1500, 1, 8, 8)
     with torch.no_grad():
@@ -110,7 +157,7 @@ def test_a_failure_leaves_noise_and_temperature(trained: nn.Module) -> None:
     bnn = bayesify.convert(trained, ABNN(noise=0.2))
     with pytest.raises(bayesify.DataError, match="labels run"):
         bnn.calibrate([(torch.randn(4, 1, 8, 8), torch.full((4,), 7))])
-    assert (bnn.noise, bnn.temperature) == (0.2, 1.0)
+    assert (bnn.noise, bnn.temperature, bnn.slope) == (0.2, 1.0, 0.0)
 
 
 def test_draws_must_fit_the_members(trained: nn.Module, validation: DataLoader) -> None:
@@ -135,6 +182,7 @@ def test_regression_noise_is_found() -> None:
     bnn.calibrate([(x, y)])
     assert bnn.predict(x).std.mean().item() == pytest.approx(0.3, abs=0.02)
     assert bnn.evaluate([(x, y)]).rmse == pytest.approx(0.3, abs=0.02)
+    assert bnn.slope == 0
 
 
 def test_a_failure_leaves_a_regression_as_it_was() -> None:
@@ -160,7 +208,7 @@ def test_the_noise_that_is_preferred_unless_another_is_clearly_likelier(
 ) -> None:
     """Noise 0.4 is likeliest without a temperature, 0.1 with one, and 0.2 is what draws have."""
 
-    def tried(search: Search, noise: float, *, everything: bool = False) -> Trial:
+    def tried(search: Search, noise: float) -> Trial:
         def away(lowest: float) -> float:
             return math.log(noise / lowest) ** 2 if noise else 100.0
 

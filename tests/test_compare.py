@@ -157,7 +157,7 @@ def test_results_have_all_that_the_report_reads(
         assert all(x["label"] != x["target"] for x in method["examples"]["surest_wrong"])
         assert method["examples"]["most_aleatoric"][0]["image"].startswith("data:image/png;base64,")
         loaded = bayesify.load(tmp_path / "out" / name, trained)
-        assert loaded.temperature == method["temperature"]
+        assert (loaded.temperature, loaded.slope) == (method["temperature"], method["slope"])
 
 
 def test_values_are_those_of_evaluate(

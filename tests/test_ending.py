@@ -45,10 +45,12 @@ def test_a_fit_ends_with_the_temperature_of_the_average() -> None:
     bnn = bayesify.convert(network, ABNN(members=1, noise=2.0, draws=24))
     x = torch.randn(3000, 2)
     sharp = bnn.predict(x).probs ** 2
+    bnn.slope = -0.2  # of an earlier `calibrate`
     held = HeldOut(batches(x, sharp.multinomial(1)[:, 0]))
     found = Ending(bnn, held, seed=0).choose(mirror=False)
     assert found.temperature == pytest.approx(0.5, rel=0.1)
     assert found.noise == bnn.noise == 2.0
+    assert bnn.slope == 0
 
 
 @pytest.mark.parametrize(

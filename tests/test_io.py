@@ -32,7 +32,7 @@ def bnn(cnn: nn.Module) -> bayesify.BayesianModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    model.noise, model.temperature = 0.123, 1.7
+    model.noise, model.temperature, model.slope = 0.123, 1.7, -0.4
     return model
 
 
@@ -47,7 +47,7 @@ def test_round_trip(
         bnn.save(tmp_path / "bnn")
         loaded = bayesify.load(tmp_path / "bnn", cnn)
     assert loaded.method == bnn.method
-    assert (loaded.noise, loaded.temperature) == (0.123, 1.7)
+    assert (loaded.noise, loaded.temperature, loaded.slope) == (0.123, 1.7, -0.4)
     assert torch.equal(loaded.predict(images).probs, bnn.predict(images).probs)
     assert sorted(file.name for file in (tmp_path / "bnn").iterdir()) == [
         "bayesify.json",
@@ -180,6 +180,8 @@ def edited(path: Path, **changes: object) -> None:
         ({"noise": -1}, SettingError, "noise"),
         ({"noise": "loud"}, CorruptFileError, "not one of bayesify's files"),
         ({"temperature": float("nan")}, CorruptFileError, "temperature"),
+        ({"slope": float("inf")}, CorruptFileError, "slope"),
+        ({"slope": "steep"}, CorruptFileError, "not one of bayesify's files"),
         ({"likelihood": {"name": "poisson", "settings": {}}}, SettingError, "not known"),
     ],
 )

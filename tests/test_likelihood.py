@@ -43,23 +43,26 @@ def test_predictive_is_the_log_of_the_mean_probability() -> None:
     torch.testing.assert_close(Multilabel().predictive(outputs).exp(), outputs.sigmoid().mean(0))
 
 
+@pytest.mark.parametrize("slope", [0.0, -0.5])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_the_average_is_tempered(temperature: float) -> None:
-    """Mean probabilities to the power 1/T; of yes and no as of two classes."""
+def test_the_average_is_tempered(temperature: float, slope: float) -> None:
+    """Mean probabilities to the power 1/T (1 + 10 H)^-slope; of yes and no as of two classes."""
     torch.manual_seed(0)
     outputs = 2 * torch.randn(5, 3, 4, 2)  # draws, examples, classes, positions
-    power = outputs.softmax(2).mean(0) ** (1 / temperature)
+    mean = outputs.softmax(2).mean(0)
+    doubt = -(mean * mean.log()).sum(1, keepdim=True)
+    power = mean ** (1 / temperature / (1 + 10 * doubt) ** slope)
     expected = power / power.sum(1, keepdim=True)
-    found = Classification().pool(averages(Classification(), outputs), temperature)
+    found = Classification().pool(averages(Classification(), outputs), temperature, slope)
     torch.testing.assert_close(found["probs"], expected)
-    predictive = Classification().predictive(outputs, temperature)
+    predictive = Classification().predictive(outputs, temperature, slope)
     torch.testing.assert_close(predictive, expected.log())
     two = torch.stack([torch.zeros_like(outputs), outputs], dim=2)
-    two_classes = Classification().pool(averages(Classification(), two), temperature)
-    labels = Multilabel().pool(averages(Multilabel(), outputs), temperature)
+    two_classes = Classification().pool(averages(Classification(), two), temperature, slope)
+    labels = Multilabel().pool(averages(Multilabel(), outputs), temperature, slope)
     torch.testing.assert_close(labels["probs"], two_classes["probs"][:, 1])
     torch.testing.assert_close(labels["aleatoric"], two_classes["aleatoric"])
-    predictive = Multilabel().predictive(outputs, temperature)
+    predictive = Multilabel().predictive(outputs, temperature, slope)
     torch.testing.assert_close(predictive.exp(), labels["probs"])
 
 
@@ -75,6 +78,14 @@ def test_a_temperature_leaves_the_shares_of_the_doubt(temperature: float) -> Non
     assert share.min() > 0.01
     torch.testing.assert_close((tempered.epistemic / tempered.entropy)[1:], share)
     assert tempered.epistemic[0] <= tempered.entropy[0] < 1e-9
+
+
+@pytest.mark.parametrize("likelihood", [Classification(), Multilabel()])
+def test_gradients_are_finite_where_all_is_sure(likelihood: bayesify.Likelihood) -> None:
+    outputs = torch.tensor([[[200.0, -200.0, 0.0]], [[200.0, -200.0, 1.0]]], requires_grad=True)
+    likelihood.predictive(outputs, 1.2, -0.3).sum().backward()
+    assert outputs.grad is not None
+    assert torch.isfinite(outputs.grad).all()
 
 
 def test_sure_draws_that_disagree() -> None:

@@ -83,7 +83,7 @@ def test_without_noise_a_component_runs_once(
 
 def test_deepcopy_is_independent(cnn: nn.Module, images: Tensor) -> None:
     bnn = bayesify.convert(cnn)
-    bnn.temperature, bnn.noise = 2.0, 0.2
+    bnn.temperature, bnn.slope, bnn.noise = 2.0, -0.3, 0.2
     other = copy.deepcopy(bnn)
     assert torch.equal(other.predict(images).probs, bnn.predict(images).probs)
     with torch.no_grad():

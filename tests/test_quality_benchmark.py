@@ -248,9 +248,9 @@ def test_kept_predictions_are_what_the_model_would_predict(
         return bnn.predict(rows, seed=ONE.seed).probs
 
     headline.predicted(bnn, ONE, QUICK, str(file), slice(60))
-    bnn.temperature = 0.7
+    bnn.temperature, bnn.slope = 0.7, -0.2
     torch.testing.assert_close(found(), wanted())
-    assert bnn.temperature == 0.7
+    assert (bnn.temperature, bnn.slope) == (0.7, -0.2)
     bnn.noise = 0.9  # nothing is kept of that
     torch.testing.assert_close(found(), wanted())
     assert len(list((tmp_path / "cache").iterdir())) == (2 if part == slice(60) else 1)

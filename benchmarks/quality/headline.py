@@ -156,6 +156,7 @@ def judge(
         "draws": bnn.method.draws,
         "noise": bnn.noise,
         "temperature": bnn.temperature,
+        "slope": bnn.slope,
         "mirrored": bnn.mirrored,
     }
 
@@ -191,12 +192,12 @@ def predicted(
 @contextmanager
 def untempered(bnn: BayesianModel) -> Iterator[None]:
     """Inside it, predictions are what draws say in the mean, before the temperature."""
-    temperature = bnn.temperature
-    bnn.temperature = 1.0
+    before = bnn.temperature, bnn.slope
+    bnn.temperature, bnn.slope = 1.0, 0.0
     try:
         yield
     finally:
-        bnn.temperature = temperature
+        bnn.temperature, bnn.slope = before
 
 
 def rows(name: str, part: slice) -> str:

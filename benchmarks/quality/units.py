@@ -84,7 +84,9 @@ def asked(unit: Unit, size: Size) -> dict[str, Any]:
     about = {"method": repr(method), "epochs": passes(method), "fit": fit, "images": images}
     if method.draws > 1:
         about |= {"mirrored": "if likelier", "tempered": "the average"}
-    if type(method) is not MAP and unit.what not in CALIBRATED:  # which chooses it again
+    if unit.what in CALIBRATED:  # which chooses the temperature again
+        about |= {"temperature": "by doubt"} if method.tempers_by_doubt else {}
+    elif type(method) is not MAP:
         about |= {"temperature": "by what the network knows"}
     return about
 

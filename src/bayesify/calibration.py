@@ -1,4 +1,4 @@
-"""calibrate: chooses how strong the noise is, and a temperature, by held-out likelihood."""
+"""calibrate: chooses how strong the noise is, and how to temper, by held-out likelihood."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -26,6 +26,7 @@ POSITIONS = 1024  # of a dense output, that count
 COLDEST, HOTTEST = 0.02, 50.0
 FINE = 2 ** (1 / 64)  # how exactly the highest temperature as likely as another is found
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
+SLOPE_SPREAD = 0.25  # of the prior on the slope: at most a factor of two or so at one nat
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,17 @@ class Calibration:
 
     Args:
         noise: The factor on the posterior's standard deviation.
-        temperature: That of the average over draws.
-        nll: Held-out negative log-likelihood with both.
+        temperature: That of the average over draws, where it has no doubt.
+        nll: Held-out negative log-likelihood with all of them.
         evaluations: How many strengths of noise were tried.
+        slope: How the temperature rises with doubt; see `bayesify.likelihood`.
     """
 
     noise: float
     temperature: float
     nll: float
     evaluations: int
+    slope: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,12 @@ class Trial:
 
 
 class Search:
-    """Finds how much noise there should be, and then the temperature.
+    """Finds how much noise there should be, and then the temperature and its slope.
 
     All strengths of noise share their random numbers, so that NLL is a smooth function of the
     noise and a few evaluations find its minimum: a walk in steps of a factor 1.41, then a parabola
-    through the lowest three. The search sees a part of the data; what it found sees everything.
+    through the lowest three. The search sees a part of the data; temperature and slope are then
+    chosen by everything.
 
     Noise and temperature can stand in for each other. A temperature makes the network less sure
     of everything alike, noise of what it knows least: so the noise explains what it can, and the
@@ -104,14 +108,19 @@ class Search:
             if self.model.posterior.varies():
                 noisy = self._noisy(before or self.model.method.noise or 0.1, best)
                 best = min(best, noisy, key=attrgetter("nll"))
-            if sum(len(inputs) for inputs, _ in self.batches) > len(best.losses):
-                best = self._try(best.noise, everything=True)
+            return self._tempered(best.noise)
         finally:
             self.model.noise = before
-        return self._found(best)
 
-    def _found(self, best: Trial) -> Calibration:
-        return Calibration(best.noise, best.temperature, best.nll, self.evaluations)
+    @torch.no_grad()
+    def _tempered(self, noise: float) -> Calibration:
+        """Temperature and slope for this noise, by everything."""
+        seen, slope = self.averages(noise), 0.0
+        if self.model.method.tempers_by_doubt:
+            temperature, slope, nll = best_slope(self.model.likelihood, *seen)
+        else:
+            temperature, nll = best_temperature(self.model.likelihood, *seen)
+        return Calibration(noise, temperature, nll, self.evaluations, slope)
 
     def _quiet(self) -> Trial:
         """No noise, which also says at what temperature noise is tried."""
@@ -176,8 +185,8 @@ class Search:
         return tried(nearest if abs(nearest - vertex) < NEAR else vertex)
 
     @torch.no_grad()
-    def _try(self, noise: float, *, everything: bool = False) -> Trial:
-        seen = self.averages(noise, everything=everything)
+    def _try(self, noise: float) -> Trial:
+        seen = self.averages(noise, everything=False)
         temperature, _ = best_temperature(self.model.likelihood, *seen)
         losses, untempered = (
             losses_at(self.model.likelihood, *seen, each) for each in (temperature, self.usual)
@@ -238,6 +247,45 @@ def best_temperature(
     return math.exp(found.x), nll(found.x)
 
 
+def best_slope(
+    likelihood: "Likelihood", averages: Averages, target: Tensor
+) -> tuple[float, float, float]:
+    """The temperature and slope with the lowest NLL, and that NLL.
+
+    Both have a prior, log T ~ N(0, 0.5^2) and slope ~ N(0, 0.25^2), so that a small set asks for
+    hardly more than a temperature.
+    """
+    from scipy.optimize import minimize
+
+    temperature, alone = best_temperature(likelihood, averages, target)
+    if likelihood.kind == "values":
+        return temperature, 0.0, alone
+
+    def nll(log_temperature: float, slope: float) -> float:
+        at = math.exp(log_temperature)
+        return losses_at(likelihood, averages, target, at, slope).mean().item()
+
+    def penalised(numbers: list[float]) -> float:
+        prior = (numbers[0] / TEMPERATURE_SPREAD) ** 2 + (numbers[1] / SLOPE_SPREAD) ** 2
+        return nll(*numbers) + prior / 2 / len(target)
+
+    begin = math.log(temperature)
+    found = minimize(
+        penalised,
+        [begin, 0.0],
+        method="Nelder-Mead",
+        options={
+            "initial_simplex": [[begin, 0.0], [begin + 0.1, 0.0], [begin, -0.1]],
+            "xatol": 1e-3,
+            "fatol": 1e-7,
+        },
+    )
+    together = nll(*found.x)
+    if not together < alone:
+        return temperature, 0.0, alone
+    return math.exp(found.x[0]), float(found.x[1]), together
+
+
 def highest_as_likely(
     likelihood: "Likelihood", averages: Averages, target: Tensor, temperature: float
 ) -> float:
@@ -256,10 +304,14 @@ def averaged(likelihood: "Likelihood", outputs: Tensor) -> Averages:
 
 
 def losses_at(
-    likelihood: "Likelihood", averages: Averages, target: Tensor, temperature: float
+    likelihood: "Likelihood",
+    averages: Averages,
+    target: Tensor,
+    temperature: float,
+    slope: float = 0.0,
 ) -> Tensor:
-    """Each example's NLL by averages over draws, at this temperature."""
-    return likelihood.nll(likelihood.pool(averages, temperature), target)
+    """Each example's NLL by averages over draws, at this temperature and slope."""
+    return likelihood.nll(likelihood.pool(averages, temperature, slope), target)
 
 
 def as_likely(losses: Tensor, others: Tensor, errors: float = 1.0) -> bool:

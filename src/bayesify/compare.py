@@ -220,7 +220,7 @@ def _read(
 
 def _assemble(records: Mapping[str, Any], baseline: str) -> dict[str, Any]:
     """The methods as results.json has them: intervals, and what is better than the baseline."""
-    order = ("title", "settings", "noise", "temperature", "draws", "fit", "cost")
+    order = ("title", "settings", "noise", "temperature", "slope", "draws", "fit", "cost")
     base, found = records[baseline], {}
     for name, record in records.items():
         entry = {key: record[key] for key in order}

@@ -57,12 +57,15 @@ class Ending:
 
     @torch.no_grad()
     def choose(self, *, mirror: bool) -> Calibration:
-        """Chooses; the model is left mirrored if that is better.
+        """Chooses; the model is left mirrored if that is better, and with no slope.
+
+        A slope is left to `calibrate`: data that the network knows cannot tell it.
 
         Args:
             mirror: Whether to find out if draws should be mirrored.
         """
         model, draws = self.model, self.model.method.draws
+        model.slope = 0.0
         search = Search(model, self.held.batches, draws, self.seed)
         if mirror:
             model.mirrored = search.better_mirrored()

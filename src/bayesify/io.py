@@ -1,5 +1,6 @@
 """Saving and loading: a folder with the posterior's tensors and a JSON that says what they are."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def save(model: BayesianModel, path: str | Path) -> None:
         "choice": None if model.choice is None else asdict(model.choice),
         "noise": model.noise,
         "temperature": model.temperature,
+        "slope": model.slope,
         "mirrored": model.mirrored,
         "network": {
             "class": type(model.network).__name__,
@@ -89,6 +91,9 @@ def load(
         noise, temperature = float(description["noise"]), float(description["temperature"])
         if not 0 < temperature < float("inf"):
             raise CorruptFileError(f"{path / DESCRIPTION} has a temperature of {temperature}.")
+        slope = float(description.get("slope", 0.0))
+        if not math.isfinite(slope):
+            raise CorruptFileError(f"{path / DESCRIPTION} has a slope of {slope}.")
         mirrored = bool(description.get("mirrored", False))
         choice = Choice.from_dict(chosen) if (chosen := description.get("choice")) else None
         method = make_method(description["method"]["name"], description["method"]["settings"])
@@ -112,7 +117,7 @@ def load(
         for name, parameter in _tensors(loaded).items():
             parameter.copy_(tensors[name])
     loaded.noise = noise
-    loaded.temperature = temperature
+    loaded.temperature, loaded.slope = temperature, slope
     loaded.mirrored = mirrored
     loaded.choice = choice
     return loaded

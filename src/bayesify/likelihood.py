@@ -13,6 +13,13 @@ than that, above all where it is half sure, and no temperature of the draws mend
 average does (Rahaman and Thiery, *Uncertainty Quantification and Deep Ensembles*, NeurIPS 2021,
 https://arxiv.org/abs/2007.08792). The temperature says how much doubt there is, the draws how it is
 divided: mean_s H(p_s) / H(1/S sum_s p_s) of it is aleatoric at any temperature.
+
+What one temperature for all cannot mend, averages that are too sure where they are sure and not
+sure enough elsewhere, one that depends on the doubt H in the average does (after Balanya et al.,
+*Adaptive Temperature Scaling for Robust Calibration of Deep Neural Networks*, 2022,
+https://arxiv.org/abs/2208.00461):
+
+    T(H) = T (1 + H / 0.1)^slope, H in nats
 """
 
 import math
@@ -27,6 +34,8 @@ from torch.nn import functional
 from bayesify.errors import DataError, SettingError
 
 Averages = dict[str, Tensor]
+
+LITTLE_DOUBT = 0.1  # nats: above it, the slope shows
 
 
 class Likelihood(nn.Module, ABC):
@@ -74,8 +83,14 @@ class Likelihood(nn.Module, ABC):
         """Quantities of each draw `[S, B, ...]` whose averages over draws make the prediction."""
 
     @abstractmethod
-    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
-        """The prediction that averaged statistics make, softened (above 1) or sharpened."""
+    def pool(self, averages: Averages, temperature: float = 1.0, slope: float = 0.0) -> Averages:
+        """The prediction that averaged statistics make, softened or sharpened.
+
+        Args:
+            averages: Of the draws' statistics.
+            temperature: Softens above 1 and sharpens below.
+            slope: How the temperature rises with doubt.
+        """
 
     def mutual_information(self, outputs: Tensor) -> Tensor:  # noqa: ARG002
         """How much draws disagree about each example, in nats, `[B]`, differentiable."""
@@ -89,7 +104,7 @@ class Likelihood(nn.Module, ABC):
         """Negative log-likelihood of each example under the averaged prediction, `[B]`."""
 
     @abstractmethod
-    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    def predictive(self, outputs: Tensor, temperature: float = 1.0, slope: float = 0.0) -> Tensor:
         """Log-probabilities or mean over draws, differentiable, `[B, ...]`."""
 
 
@@ -165,14 +180,15 @@ class Classification(Likelihood):
         # A probability of 0 has no share in the entropy, though its logarithm is infinite.
         return {"probs": probs, "aleatoric": -(probs * log_probs.clamp_min(-1e4)).sum(2)}
 
-    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
+    def pool(self, averages: Averages, temperature: float = 1.0, slope: float = 0.0) -> Averages:
         """See the top of this file."""
-        if temperature == 1:
+        if temperature == 1 and slope == 0:
             return averages
         before = averages["probs"]
-        probs = (_log(before) / temperature).softmax(1)
-        entropies = _entropy(before).sum(1), _entropy(probs).sum(1)
-        return {"probs": probs, "aleatoric": _rescaled(averages["aleatoric"], *entropies)}
+        doubt = _entropy(before).sum(1)
+        probs = (_log(before) / _hotter(temperature, slope, doubt).unsqueeze(1)).softmax(1)
+        aleatoric = _rescaled(averages["aleatoric"], doubt, _entropy(probs).sum(1))
+        return {"probs": probs, "aleatoric": aleatoric}
 
     def mutual_information(self, outputs: Tensor) -> Tensor:
         """Entropy of the mean probabilities, less the draws' mean entropy."""
@@ -187,10 +203,13 @@ class Classification(Likelihood):
         probs = averages["probs"].gather(1, counted.unsqueeze(1)).squeeze(1)
         return self._example_mean(-_log(probs), target)
 
-    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    def predictive(self, outputs: Tensor, temperature: float = 1.0, slope: float = 0.0) -> Tensor:
         """Log of the mean probability, tempered."""
         logs = _log_mean(torch.log_softmax(outputs.float(), dim=2))
-        return logs if temperature == 1 else torch.log_softmax(logs / temperature, dim=1)
+        if temperature == 1 and slope == 0:
+            return logs
+        hotter = _hotter(temperature, slope, _entropy(logs.exp()).sum(1))
+        return torch.log_softmax(logs / hotter.unsqueeze(1), dim=1)
 
     def _example_mean(self, losses: Tensor, target: Tensor) -> Tensor:
         if losses.ndim == 1:
@@ -257,14 +276,15 @@ class Multilabel(Likelihood):
         probs = torch.sigmoid(outputs)
         return {"probs": probs, "aleatoric": _binary_entropy(probs)}
 
-    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
+    def pool(self, averages: Averages, temperature: float = 1.0, slope: float = 0.0) -> Averages:
         """See the top of this file: yes and no are two classes."""
-        if temperature == 1:
+        if temperature == 1 and slope == 0:
             return averages
         before = averages["probs"]
-        probs = ((_log(before) - _log(1 - before)) / temperature).sigmoid()
-        entropies = _binary_entropy(before), _binary_entropy(probs)
-        return {"probs": probs, "aleatoric": _rescaled(averages["aleatoric"], *entropies)}
+        doubt = _binary_entropy(before)
+        probs = ((_log(before) - _log(1 - before)) / _hotter(temperature, slope, doubt)).sigmoid()
+        aleatoric = _rescaled(averages["aleatoric"], doubt, _binary_entropy(probs))
+        return {"probs": probs, "aleatoric": aleatoric}
 
     def mutual_information(self, outputs: Tensor) -> Tensor:
         """Of each label, averaged over labels."""
@@ -276,10 +296,11 @@ class Multilabel(Likelihood):
         probs = torch.where(target == 1, averages["probs"], 1 - averages["probs"])
         return -_log(probs).flatten(1).mean(1)
 
-    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    def predictive(self, outputs: Tensor, temperature: float = 1.0, slope: float = 0.0) -> Tensor:
         """Log of the mean probability of yes, tempered."""
         yes, no = (_log_mean(functional.logsigmoid(sign * outputs.float())) for sign in (1, -1))
-        return functional.logsigmoid((yes - no) / temperature)
+        doubt = _entropy(yes.exp()) + _entropy(no.exp())
+        return functional.logsigmoid((yes - no) / _hotter(temperature, slope, doubt))
 
 
 class Regression(Likelihood):
@@ -352,8 +373,13 @@ class Regression(Likelihood):
         mean, log_variance = outputs.double().unbind(2)
         return {"mean": mean, "square": mean.square(), "aleatoric": log_variance.exp()}
 
-    def pool(self, averages: Averages, temperature: float = 1.0) -> Averages:
-        """The temperature multiplies the noise's standard deviation."""
+    def pool(
+        self,
+        averages: Averages,
+        temperature: float = 1.0,
+        slope: float = 0.0,  # noqa: ARG002
+    ) -> Averages:
+        """The temperature multiplies the noise's standard deviation; it has no slope."""
         return {**averages, "aleatoric": averages["aleatoric"] * temperature**2}
 
     def nll(self, averages: Averages, target: Tensor) -> Tensor:
@@ -361,7 +387,12 @@ class Regression(Likelihood):
         epistemic = (averages["square"] - averages["mean"].square()).clamp_min(0)
         return _gaussian_nll(averages["mean"], averages["aleatoric"] + epistemic, target)
 
-    def predictive(self, outputs: Tensor, temperature: float = 1.0) -> Tensor:  # noqa: ARG002
+    def predictive(
+        self,
+        outputs: Tensor,
+        temperature: float = 1.0,  # noqa: ARG002
+        slope: float = 0.0,  # noqa: ARG002
+    ) -> Tensor:
         """The mean."""
         return outputs[:, :, 0].mean(0)
 
@@ -418,6 +449,11 @@ def find_tensor(output: Any) -> Tensor:
 def _log_mean(log_probs: Tensor) -> Tensor:
     """Logarithms of the draws' mean probabilities."""
     return torch.logsumexp(log_probs, dim=0) - math.log(len(log_probs))
+
+
+def _hotter(temperature: float, slope: float, doubt: Tensor) -> Tensor:
+    """The temperature of averages with this much doubt, in nats."""
+    return temperature * (1 + doubt / LITTLE_DOUBT) ** slope
 
 
 def _rescaled(aleatoric: Tensor, before: Tensor, after: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class BayesianModel(nn.Module):
         self.posterior = posterior
         if isinstance(likelihood, Regression):
             likelihood.to(next(network.parameters()))
-        self.temperature = 1.0
+        self.temperature, self.slope = 1.0, 0.0
         self._mirrored = False
         self.choice: Choice | None = None
         self._shares_trunk = shares_trunk
@@ -217,10 +217,11 @@ class BayesianModel(nn.Module):
 
     def extra_repr(self) -> str:
         """Method, noise and temperature."""
+        slope = f", slope={self.slope:g}" if self.slope else ""
         network = type(self.network).__name__
         return (
             f"{network}, {len(self.sites)} random tensors, {self.method}, noise={self.noise:g}, "
-            f"temperature={self.temperature:g}{', mirrored' if self.mirrored else ''}"
+            f"temperature={self.temperature:g}{slope}{', mirrored' if self.mirrored else ''}"
         )
 
     # What it does
@@ -230,7 +231,7 @@ class BayesianModel(nn.Module):
         self._require_unchanged()
         inputs = as_inputs(x).to(self.device)
         outputs = torch.cat(list(self.outputs(inputs, draws=draws, seed=seed)))
-        return self.likelihood.predictive(outputs, self.temperature)
+        return self.likelihood.predictive(outputs, self.temperature, self.slope)
 
     def fit(
         self,
@@ -340,10 +341,11 @@ class BayesianModel(nn.Module):
     def calibrate(
         self, loader: Iterable[Any], *, draws: int | None = None, seed: int = 0
     ) -> Calibration:
-        """Chooses noise and temperature by held-out likelihood, and sets them.
+        """Chooses noise, temperature and slope by held-out likelihood, and sets them.
 
         The noise explains what it can, and a temperature what is left: the noise that is likeliest
-        without one, unless another is clearly likelier with one. See `bayesify.calibration`.
+        without one, unless another is clearly likelier with one. The slope says how the temperature
+        rises or falls with doubt. See `bayesify.calibration`.
 
         Args:
             loader: Data that neither network nor `fit` has seen; the first 3,000 examples count,
@@ -352,7 +354,7 @@ class BayesianModel(nn.Module):
             seed: Seed of the draws.
         """
         chosen = Search(self, loader, self._draws(draws), seed).run()
-        self.noise, self.temperature = chosen.noise, chosen.temperature
+        self.noise, self.temperature, self.slope = chosen.noise, chosen.temperature, chosen.slope
         return chosen
 
     def predict(
@@ -481,7 +483,7 @@ class BayesianModel(nn.Module):
 
     def pool(self, averages: Averages) -> Averages:
         """The prediction that averaged statistics make, at the model's temperature."""
-        return self.likelihood.pool(averages, self.temperature)
+        return self.likelihood.pool(averages, self.temperature, self.slope)
 
     def judge(
         self, batches: Iterable[tuple[Inputs, Any]], *, draws: int, seed: int
@@ -558,7 +560,7 @@ class BayesianModel(nn.Module):
             shares_trunk=self._shares_trunk,
         )
         other.load_state_dict(self.state_dict())
-        other.noise, other.temperature = self.noise, self.temperature
+        other.noise, other.temperature, other.slope = self.noise, self.temperature, self.slope
         other.mirrored = self.mirrored
         other.strategy, other._fingerprint = self.strategy, self._fingerprint
         other.choice = self.choice

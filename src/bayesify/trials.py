@@ -288,6 +288,7 @@ class Trials:
         return {
             "noise": bnn.noise,
             "temperature": bnn.temperature,
+            "slope": bnn.slope,
             "draws": draws,
             "cost": self._cost(bnn, draws),
             "measures": self._measured(answers.measures(test), [len(test)]),

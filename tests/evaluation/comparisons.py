@@ -180,6 +180,7 @@ def make_results(*, resamples: int = 40) -> dict[str, Any]:
             "settings": {} if name == "map" else {"draws": DRAWS, "lr": 0.0003},
             "noise": spread,
             "temperature": temperature,
+            "slope": 0.0,
             "draws": DRAWS if spread else 1,
             "fit": None if not cost[0] else f"3 epochs in {cost[0]} s",
             "cost": {

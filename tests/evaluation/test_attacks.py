@@ -158,14 +158,14 @@ def test_loss_of_the_prediction_rises(kind: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["looped", "vectorised"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "slope"), [(1.0, 0.0), (0.7, 0.0), (1.0, -0.4)])
 @pytest.mark.parametrize("kind", tasks())
 def test_gradient_equals_that_of_one_graph_through_all_draws(
-    kind: str, temperature: float, strategy: str
+    kind: str, temperature: float, slope: float, strategy: str
 ) -> None:
     network, likelihood, target = tasks()[kind]
     bnn = bayesify.convert(network, ABNN(noise=0.3, draws=6), likelihood=likelihood)
-    bnn.temperature, bnn.strategy = temperature, strategy
+    bnn.temperature, bnn.slope, bnn.strategy = temperature, slope, strategy
     x = batch()[0]
     for draws in (6, 3):
         loss = _Loss(bnn, x[:1], draws, 0)

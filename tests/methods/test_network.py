@@ -90,6 +90,7 @@ def test_fit_finds_the_temperature_that_calibrate_finds(
     other = bayesify.convert(overconfident, MAP())
     calibration = other.calibrate(validation)
     assert bnn.temperature == calibration.temperature
+    assert (bnn.slope, calibration.slope) == (0, 0)  # divided by one number
     assert bnn.temperature > 1.5
     assert result.steps == 0
     assert result.tempered_nll == pytest.approx(calibration.nll, rel=1e-5)

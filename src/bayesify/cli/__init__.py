@@ -271,7 +271,7 @@ def fit(
         found = bnn.calibrate(spare, seed=seed)
         typer.echo(
             f"calibrated: noise {found.noise:.3g}, temperature {found.temperature:.3g}, "
-            f"held-out NLL {found.nll:.4f}"
+            f"slope {found.slope:.3g}, held-out NLL {found.nll:.4f}"
         )
     bnn.save(output)
     remove_checkpoint(kept)

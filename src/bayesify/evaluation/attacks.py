@@ -224,7 +224,8 @@ class _Loss:
         x = _leaf(channels_last(x.to(self.bnn.device)))
         # With one position an example, p is the example's: -log mean p needs one pass.
         alone = isinstance(self.bnn.likelihood, Classification) and target.ndim == 1
-        one_pass = self.bnn.temperature == 1 and (alone or self.count == 1)
+        as_drawn = self.bnn.temperature == 1 and self.bnn.slope == 0
+        one_pass = as_drawn and (alone or self.count == 1)
         slope = self._in_one_pass(x, target) if one_pass else self._in_two_passes(x, target)
         if torch.isnan(slope).any():
             raise NonFiniteError(

@@ -101,7 +101,7 @@ class Comparison:
         rows = []
         for name, method in self.methods.items():
             row = {"method": name, "title": method["title"], "draws": method["draws"]}
-            row |= {"noise": method["noise"], "temperature": method["temperature"]}
+            row |= {name: method[name] for name in ("noise", "temperature", "slope")}
             row |= method["cost"]
             for prefix, found in {"": method["measures"], **method["ood"]}.items():
                 for measure, cell in found.items():

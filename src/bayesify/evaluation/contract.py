@@ -44,6 +44,7 @@ SHAPE = {
             "settings?": dict,
             "noise?": NUMBER,
             "temperature?": NUMBER,
+            "slope?": NUMBER,
             "draws?": int,
             "fit?": str,
             "cost?": {"*": NUMBER},

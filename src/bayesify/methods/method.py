@@ -33,6 +33,7 @@ class Method(ABC):
     epochs: ClassVar[int] = 1  # passes of `fit` over the data, unless told
     validations: ClassVar[int] = 4  # how often `fit` looks at held-out data, unless told
     tempers: ClassVar[bool] = True  # whether `fit` chooses a temperature
+    tempers_by_doubt: ClassVar[bool] = True  # whether `calibrate` gives it a slope
     takes_ood: ClassVar[bool] = False
     solves: ClassVar[bool] = False
 

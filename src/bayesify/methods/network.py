@@ -24,6 +24,7 @@ class MAP(Method):
     draws: int = 1
 
     tempers: ClassVar[bool] = False
+    tempers_by_doubt: ClassVar[bool] = False
 
     def find(self, network: nn.Module) -> tuple[list[Site], list[Skipped]]:  # noqa: ARG002
         """Nothing."""
