@@ -7,9 +7,9 @@ both ways round, in the mean of ten ways to halve it:
 
     draws tempered      the mean of softmax(z_s / T)
     wrong labels        the same, if any label may be wrong: (1 - lapse) p + lapse / classes
-    average tempered    the mean of softmax(z_s), to the power 1/T
+    average tempered    the mean of softmax(z_s), to the power 1/T: what `fit` does
     by doubt            the same, where T (1 + H)^slope takes the place of T, H being the entropy of
-                        that mean; `by doubt, steep` has (0.1 + H)
+                        that mean; `by doubt, steep` has (0.1 + H), as has `calibrate`
     logits              the mean of log softmax(z_s), over T
 
 SET is resnet20 or resnet56 (the mixture of `make bench-quality`, seed 0, with the noise of
@@ -32,7 +32,7 @@ the checkpoints know their images by heart and these two networks do not. Writte
 result: `calibrate` will temper by doubt if in the mean of the four methods NLL is lower by 0.0003
 or more, pooled ECE is lower, and AUROC is lower by no more than 0.005. It was 0.0002 and 0.00026.
 Written before `by-heart-2` and `by-heart-3` were run: the same criterion, in the mean of all three,
-says whether it should be taken after all.
+says whether it should be taken after all. It should.
 """
 
 import argparse
