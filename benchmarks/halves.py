@@ -3,11 +3,11 @@
     BAYESIFY_DATA=../shared/data python -m benchmarks.halves cifar10-resnet20 Mirroring
 
 What a method says of the test images, as it was fitted, is taken for the truth: labels are drawn
-from it, so that it is calibrated perfectly. Then temperature and slope are chosen by one half and
-the ECE measured on the other, both ways round, as `make bench-quality` does it: what is left is the
-luck of 5,000 labels that measure and of those that calibrate. Adds to results/halves.json,
-by network and method: mean and standard deviation over drawn labels, and how often the ECE is no
-more than what is sought.
+from it, so that it is calibrated perfectly. Then one temperature is chosen by one half and the ECE
+measured on the other, both ways round, as in `make bench-quality` (where it has a slope too): what
+is left is the luck of 5,000 labels that measure and of those that calibrate. Adds to
+benchmarks/results/halves.json, by network and method: mean and standard deviation over drawn
+labels, and how often the ECE is no more than what is sought.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesify import BayesianModel
-from bayesify.calibration import MOST_EXAMPLES, best_slope
+from bayesify.calibration import MOST_EXAMPLES, best_temperature
 from benchmarks.quality.bars import BARS
 from benchmarks.quality.headline import fitted, predicted
 from benchmarks.quality.measures import perfect_ece, pooled_ece, quality
@@ -41,9 +41,9 @@ def measured(bnn: BayesianModel, truth: Tensor, seed: int) -> dict[str, float]:
     found = []
     for own, other in (halves, halves[::-1]):
         seen = {name: value[own][:MOST_EXAMPLES] for name, value in averages.items()}
-        temperature, slope, _ = best_slope(bnn.likelihood, seen, target[own][:MOST_EXAMPLES])
+        temperature, _ = best_temperature(bnn.likelihood, seen, target[own][:MOST_EXAMPLES])
         rest = {name: value[other] for name, value in averages.items()}
-        found.append(quality(bnn.likelihood.pool(rest, temperature, slope)["probs"], target[other]))
+        found.append(quality(bnn.likelihood.pool(rest, temperature)["probs"], target[other]))
     return {
         "mean of halves": statistics.fmean(half["ece"] for half in found),
         "pooled": pooled_ece([half["bins"] for half in found]),
