@@ -26,7 +26,7 @@ POSITIONS = 1024  # of a dense output, that count
 COLDEST, HOTTEST = 0.02, 50.0
 FINE = 2 ** (1 / 64)  # how exactly the highest temperature as likely as another is found
 TEMPERATURE_SPREAD = 0.5  # of the prior on log T: most networks want between 0.4 and 2.7
-SLOPE_SPREAD = 0.25  # of the prior on the slope: at most a factor of two or so at one nat
+SLOPE_SPREAD = 0.25  # of the prior on the slope: a factor of 1.8 at one nat of doubt
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def _assemble(records: Mapping[str, Any], baseline: str) -> dict[str, Any]:
     order = ("title", "settings", "noise", "temperature", "slope", "draws", "fit", "cost")
     base, found = records[baseline], {}
     for name, record in records.items():
-        entry = {key: record[key] for key in order}
+        entry = {key: record.get(key) for key in order}  # kept before slopes: without one
         entry["measures"] = _intervals(record["measures"], base["measures"])
         entry["ood"] = {
             other: _intervals(cells, base["ood"][other]) for other, cells in record["ood"].items()
